@@ -49,7 +49,7 @@ class EngineClient:
         """url: http://host:port. timeout: seconds the server may stay silent during one call."""
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._host, self._port = _host_and_port(self.url)
+        _host_and_port(self.url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def __repr__(self) -> str:
@@ -57,9 +57,9 @@ class EngineClient:
 
     # State of the server
 
-    def health(self, timeout: float | None = None) -> None:
-        """Returns when /health answers 200. The server may run a one-token generation for it."""
-        self._get("/health", timeout=timeout)
+    def health(self, timeout: float | None = None, endpoint: str = "/health") -> None:
+        """Returns when the endpoint answers 200. /health: the server is up; /health_generate: it generated a token."""
+        self._get(endpoint, timeout=timeout)
 
     def server_info(self) -> dict[str, Any]:
         """The server's arguments and its internal state."""
@@ -96,7 +96,7 @@ class EngineClient:
                 return
             if time.monotonic() - start > timeout:
                 raise EngineError(
-                    f"{self.url}/flush_cache still refuses after {timeout:g} s, requests are in flight: {_short(answer)}"
+                    f"{self.url}/flush_cache still refuses after {timeout:g} s (requests in flight?): {_short(answer)}"
                 )
             time.sleep(0.2)
 
@@ -152,7 +152,7 @@ class EngineClient:
         load_format: str | None = None,
         flush_cache: bool = False,
     ) -> None:
-        """Receives the named tensors over the group, in order; returns when they are loaded. dtypes: "bfloat16", ..."""
+        """Receives the named tensors over the group, in order, and loads them. dtypes: "bfloat16", ..."""
         if not len(names) == len(dtypes) == len(shapes):
             raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must be equally many")
         self._post(
@@ -178,7 +178,7 @@ class EngineClient:
         self._post("/update_weights_from_disk", body)
 
     def weights_checksum(self) -> dict[str, Any]:
-        """{"ranks": [{"checksums": {name: hex}, ...}, one per device], "per_engine_checksum": hex}, the server's names."""
+        """{"ranks": [{"checksums": {name: hex}, ...} per device], "per_engine_checksum": hex}; the server's names."""
         return self.weights_checker("checksum")
 
     def weights_checker(self, action: str) -> dict[str, Any]:
@@ -232,19 +232,35 @@ class EngineClient:
         self, method: str, endpoint: str, body: Mapping[str, Any] | None, timeout: float | None
     ) -> tuple[int, str]:
         timeout = self.timeout if timeout is None else timeout
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
-        payload = None if body is None else json.dumps(body).encode()
-        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
-        try:
-            connection.request(method, endpoint, body=payload, headers=headers)
-            response = connection.getresponse()
-            return response.status, response.read().decode(errors="replace")
-        except TimeoutError as error:
-            raise EngineError(f"{self.url}{endpoint} did not answer in {timeout:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"{self.url}{endpoint} cannot be reached: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
+        return http_request(method, self.url + endpoint, body, timeout, self._headers)
+
+
+def http_request(
+    method: str,
+    url: str,
+    body: Mapping[str, Any] | None = None,
+    timeout: float = 60.0,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """One blocking call with a JSON body: (HTTP status, answer text). EngineError if nobody answers in `timeout` s.
+
+    Proxy settings of the environment are not consulted: engines and routers are in the same cluster.
+    """
+    host, port = _host_and_port(url)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    payload = None if body is None else json.dumps(body).encode()
+    headers = {**(headers or {}), **({} if body is None else {"Content-Type": "application/json"})}
+    path = url[url.index("/", len("http://")) :] if "/" in url[len("http://") :] else "/"
+    try:
+        connection.request(method, path, body=payload, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    except TimeoutError as error:
+        raise EngineError(f"{url} did not answer in {timeout:g} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise EngineError(f"{url} cannot be reached: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
 
 
 def _host_and_port(url: str) -> tuple[str, int]:

@@ -1,0 +1,117 @@
+"""Rules of sampling, estimators, losses and corrections."""
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+
+from slime.utils.arguments.flag import Problem
+
+KL_IN_REWARD_ESTIMATORS = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+def check_sampling(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Rollouts are sampled, not greedy: temperature 0 is no distribution. Evaluation may be greedy (0)."""
+    if a.rollout_temperature <= 0:
+        says = f"is {a.rollout_temperature:g}, must be > 0: training needs samples of a distribution"
+        yield Problem(("--rollout-temperature",), says, "--rollout-temperature 1.0")
+    if a.eval_temperature is not None and a.eval_temperature < 0:
+        says = f"is {a.eval_temperature:g}, must be >= 0 (0 is greedy)"
+        yield Problem(("--eval-temperature",), says, "--eval-temperature 0")
+    for flag, value in (("--rollout-top-p", a.rollout_top_p), ("--eval-top-p", a.eval_top_p)):
+        if value is not None and not 0 < value <= 1:
+            yield Problem((flag,), f"is {value:g}, must be within (0, 1]", f"{flag} 1.0")
+    for flag, value in (("--rollout-top-k", a.rollout_top_k), ("--eval-top-k", a.eval_top_k)):
+        if value is not None and value != -1 and value < 1:
+            yield Problem((flag,), f"is {value}, must be -1 (off) or at least 1", f"{flag} -1")
+
+
+def check_kl(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """One KL term, in the place where the estimator reads it."""
+    if a.kl_coef != 0 and a.kl_loss_coef != 0:
+        says = (
+            f"{a.kl_coef:g} and {a.kl_loss_coef:g}: the KL term is either part of the reward or of the loss, not both"
+        )
+        yield Problem(("--kl-coef", "--kl-loss-coef"), says, f"--use-kl-loss --kl-loss-coef {a.kl_loss_coef:g}")
+    elif (
+        a.kl_coef != 0
+        and not a.custom_advantage_function_path
+        and a.advantage_estimator not in KL_IN_REWARD_ESTIMATORS
+    ):
+        says = (
+            f"{a.kl_coef:g} has no effect with --advantage-estimator {a.advantage_estimator}, whose rewards carry "
+            f"no KL penalty (only {', '.join(KL_IN_REWARD_ESTIMATORS)} and custom advantage functions do)"
+        )
+        yield Problem(("--kl-coef",), says, f"--use-kl-loss --kl-loss-coef {a.kl_coef:g}")
+
+
+def check_estimator(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """What the advantage estimators ask for."""
+    if (
+        a.advantage_estimator.startswith("reinforce_plus_plus")
+        and not a.normalize_advantages
+        and a.loss_type == "policy_loss"
+    ):
+        says = f"{a.advantage_estimator} is defined on advantages normalised over the batch"
+        yield Problem(("--advantage-estimator",), says, "--normalize-advantages")
+    if a.group_rm and a.eval_datasets and a.eval_interval is not None and not a.custom_rm_path:
+        says = "scores whole groups, and evaluation scores single samples"
+        yield Problem(("--group-rm", "--eval-interval"), says, "--eval-config with custom_rm_path for each data set")
+
+
+def check_corrections(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Importance-sampling corrections compare the trainer's old log-probs with the engines'."""
+    if a.use_rollout_logprobs and a.use_tis:
+        says = (
+            "the engines' log-probs are already the old policy's, so there is nothing to correct; give one of the two"
+        )
+        yield Problem(("--use-rollout-logprobs", "--use-tis"), says, "--use-tis")
+    if a.get_mismatch_metrics and not a.custom_tis_function_path:
+        yield Problem(
+            ("--get-mismatch-metrics",), "the metrics come from --custom-tis-function-path, which is not given"
+        )
+    if a.tis_clip_low > a.tis_clip:
+        says = f"{a.tis_clip_low:g} is above --tis-clip {a.tis_clip:g}"
+        yield Problem(("--tis-clip-low",), says, "--tis-clip-low 0")
+
+
+def check_loss(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Clip ranges and the function of a custom loss."""
+    if a.loss_type == "custom_loss" and not a.custom_loss_function_path:
+        yield Problem(
+            ("--loss-type",),
+            "custom_loss needs --custom-loss-function-path",
+            "--custom-loss-function-path my.module.loss",
+        )
+    for flag, value in (("--eps-clip", a.eps_clip), ("--eps-clip-high", a.eps_clip_high)):
+        if value < 0:
+            yield Problem((flag,), f"is {value:g}, must be >= 0", f"{flag} 0.2")
+    if a.eps_clip_c is not None and a.eps_clip_c <= 1:
+        yield Problem(("--eps-clip-c",), f"is {a.eps_clip_c:g}, must be > 1", "--eps-clip-c 3.0")
+    if a.log_probs_chunk_size != -1 and a.log_probs_chunk_size < 1:
+        says = f"is {a.log_probs_chunk_size}, must be -1 (all rows at once) or at least 1"
+        yield Problem(("--log-probs-chunk-size",), says, "--log-probs-chunk-size 1024")
+
+
+def check_trained_parameters(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Parameters are chosen either by what trains or by what stays."""
+    if a.only_train_params_name_list and a.freeze_params_name_list:
+        says = "choose parameters either by what trains or by what stays; give one of the two"
+        yield Problem(("--only-train-params-name-list", "--freeze-params-name-list"), says)
+
+
+def check_precision(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """One precision."""
+    names = ("fp32", "bf16", "fp16")
+    asked = tuple(given[name] for name in names if name in given and (name == "fp32" or getattr(a, name)))
+    if len(asked) > 1:
+        yield Problem(asked, "give one precision", "--bf16")
+
+
+CHECKS = (
+    check_sampling,
+    check_kl,
+    check_estimator,
+    check_corrections,
+    check_loss,
+    check_trained_parameters,
+    check_precision,
+)

@@ -1,0 +1,36 @@
+"""Flags: metrics, Weights & Biases, TensorBoard and the progress display."""
+
+from slime.utils.arguments.flag import Flag, FlagGroup, off, switch
+
+GROUP = FlagGroup(
+    "tracking",
+    "Metrics and progress",
+    [
+        Flag("--metrics-jsonl", str, None, "File that gets one JSON object of metrics per step."),
+        Flag("--progress", str, "auto", "Progress display.", choices=("auto", "rich", "plain", "none")),
+        switch("--use-wandb", "Log to Weights & Biases."),
+        Flag(
+            "--wandb-mode",
+            str,
+            None,
+            "Mode of Weights & Biases; wins over WANDB_MODE.",
+            choices=("online", "offline", "disabled"),
+        ),
+        Flag("--wandb-dir", str, None, "Directory of its files."),
+        Flag("--wandb-key", str, None, "API key."),
+        Flag("--wandb-host", str, None, "Server."),
+        Flag("--wandb-team", str, None, "Team."),
+        Flag("--wandb-group", str, None, "Group of the run."),
+        Flag("--wandb-project", str, None, "Project."),
+        Flag("--wandb-run-id", str, None, "Id of a run to continue."),
+        off("--disable-wandb-random-suffix", "wandb_random_suffix", "Do not add a random suffix to the group."),
+        switch("--wandb-always-use-train-step", "Count steps in optimizer steps everywhere."),
+        switch("--log-multi-turn", "Log metrics of multi-turn samples.", supported=False),
+        switch("--log-passrate", "Log pass@k."),
+        Flag("--log-reward-category", str, None, "Key in reward dicts whose values are counted."),
+        switch("--log-correct-samples", "Log the lengths of correct samples.", supported=False),
+        switch("--use-tensorboard", "Log to TensorBoard."),
+        Flag("--tb-project-name", str, None, "Project directory of TensorBoard."),
+        Flag("--tb-experiment-name", str, None, "Experiment directory of TensorBoard."),
+    ],
+)
