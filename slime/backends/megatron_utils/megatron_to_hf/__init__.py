@@ -1,0 +1,57 @@
+"""Megatron parameters as Hugging Face tensors: picks the family of a model, converts one full parameter at a time."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.backends.megatron_utils.megatron_to_hf.family import Family, strip_module_prefix
+from slime.backends.megatron_utils.megatron_to_hf.llama import LLAMA
+from slime.backends.megatron_utils.megatron_to_hf.processors.padding import remove_padding
+from slime.backends.megatron_utils.megatron_to_hf.qwen2 import QWEN2
+
+# The first key contained in the normalised model name decides, so longer names stand before their prefixes.
+_FAMILIES: dict[str, Family] = {"qwen2": QWEN2, "qwen3": QWEN2, "llama": LLAMA}
+
+
+def convert_to_hf(
+    args: Namespace,
+    model_name: str,
+    name: str,
+    param: torch.Tensor,
+    quantization_config: dict[str, Any] | None = None,
+) -> list[tuple[str, torch.Tensor]]:
+    """The Hugging Face tensors of one Megatron parameter, as (name, tensor); views of `param` where possible.
+
+    name: global Megatron name, leading "module." allowed. param: the whole (TP-gathered) tensor, vocabulary padding
+    included. ValueError for an unknown model or parameter, or a quantised checkpoint, whose format is not written yet.
+    """
+    if quantization_config is not None:
+        method = quantization_config.get("quant_method")
+        raise ValueError(f"weights for a quantised checkpoint ({method=}) are not supported; use a bfloat16 one")
+    name = strip_module_prefix(name)
+    return _convert_to_hf_core(args, model_name, name, remove_padding(name, param, args.vocab_size))
+
+
+def conversion_name(args: Namespace) -> str:
+    """--model-name, or the model_type in the config.json of --hf-checkpoint."""
+    if args.model_name is not None:
+        return args.model_name
+    return json.loads((Path(args.hf_checkpoint) / "config.json").read_text())["model_type"]
+
+
+def family_of(model_name: str) -> Family:
+    """The family of e.g. "qwen3", "Qwen3Config" or "qwen2_5"; ValueError lists the known ones."""
+    normalised = model_name.lower().replace("_", "").replace("-", "")
+    for key, family in _FAMILIES.items():
+        if key in normalised:
+            return family
+    raise ValueError(f"no weight conversion for model {model_name!r}: known are {', '.join(_FAMILIES)} (--model-name)")
+
+
+def _convert_to_hf_core(
+    args: Namespace, model_name: str, name: str, param: torch.Tensor
+) -> list[tuple[str, torch.Tensor]]:
+    return family_of(model_name).convert(args, name, param)

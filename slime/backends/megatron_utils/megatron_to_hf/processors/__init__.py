@@ -1,0 +1,1 @@
+"""Steps around the name conversion of a parameter."""

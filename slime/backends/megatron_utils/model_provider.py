@@ -1,0 +1,106 @@
+"""Build the GPT model of one (virtual) pipeline stage: Megatron's own layer specs, or the user's provider or spec."""
+
+import inspect
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.spec_utils import import_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.argument_utils import core_transformer_config_from_args
+from torch import nn
+
+from slime.utils.misc import load_function
+
+logger = logging.getLogger(__name__)
+
+
+def get_model_provider_func(
+    args: Namespace, transformer_config: TransformerConfig | None = None
+) -> Callable[..., Any]:
+    """A function `(pre_process, post_process, vp_stage, config, pg_collection) -> model` for Megatron's `get_model`.
+
+    `--custom-model-provider-path` (called with the keywords pre_process, post_process, and vp_stage if it takes it)
+    wins over `--spec module name`, whose function gets `(args, config, vp_stage)` and returns a layer spec or such a
+    provider. Parameters that `--freeze-params-name-list` / `--only-train-params-name-list` exclude are frozen before
+    DDP sees them.
+    """
+
+    def provider(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: TransformerConfig | None = None,
+        pg_collection: Any = None,
+    ) -> nn.Module:
+        model = _build(args, config or transformer_config, pre_process, post_process, vp_stage)
+        freeze_parameters(args, model)
+        return model
+
+    return provider
+
+
+def freeze_parameters(args: Namespace, model: nn.Module) -> None:
+    """Apply the two name lists: regular expressions, searched in the parameter names of this pipeline stage."""
+    only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
+    if not only and not freeze:
+        return
+    frozen = 0
+    for name, param in model.named_parameters():
+        trained = any(re.search(p, name) for p in only) if only else not any(re.search(p, name) for p in freeze)
+        param.requires_grad_(trained)
+        frozen += not trained
+    logger.info("froze %d of %d parameters of this pipeline stage", frozen, len(list(model.parameters())))
+
+
+def _build(
+    args: Namespace, config: TransformerConfig | None, pre_process: bool, post_process: bool, vp_stage: int | None
+) -> nn.Module:
+    if args.custom_model_provider_path:
+        custom = load_function(args.custom_model_provider_path)
+        return _call_provider(custom, pre_process, post_process, vp_stage)
+
+    config = config or core_transformer_config_from_args(args)
+    if args.spec is not None:
+        made = import_module(args.spec)
+        spec = made(args, config, vp_stage) if callable(made) else made
+        if callable(spec) and "pre_process" in inspect.signature(spec).parameters:
+            return _call_provider(spec, pre_process, post_process, vp_stage)
+    elif config.experimental_attention_variant is not None:
+        spec = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    else:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        vp_stage=vp_stage,
+    )
+
+
+def _call_provider(
+    provider: Callable[..., Any], pre_process: bool, post_process: bool, vp_stage: int | None
+) -> nn.Module:
+    kwargs: dict[str, Any] = {"pre_process": pre_process, "post_process": post_process}
+    if "vp_stage" in inspect.signature(provider).parameters:
+        kwargs["vp_stage"] = vp_stage
+    return provider(**kwargs)

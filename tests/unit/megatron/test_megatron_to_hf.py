@@ -1,0 +1,113 @@
+"""Name conversion, buckets and atomic groups: pure functions, no process group."""
+
+from argparse import Namespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.backends.megatron_utils.megatron_to_hf import convert_to_hf, family_of
+from slime.backends.megatron_utils.update_weight.buckets import atomic_groups, flatten, plan_buckets
+
+ARGS = Namespace(
+    num_attention_heads=6,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=5,
+    hidden_size=7,
+    vocab_size=11,
+    model_name=None,
+)
+LAYER = "module.module.decoder.layers.3."
+
+
+def _fused_qkv(q, k, v):
+    """Megatron's layout, written row by row."""
+    rows = []
+    for group in range(2):
+        rows += [q[head * 5 + d] for head in range(group * 3, group * 3 + 3) for d in range(5)]
+        rows += [k[group * 5 + d] for d in range(5)]
+        rows += [v[group * 5 + d] for d in range(5)]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("shape", [(7,), ()])
+def test_qkv_rows_go_to_the_right_heads(shape):
+    q, k, v = (torch.randn(rows, *shape) for rows in (30, 10, 10))
+    kind = "weight" if shape else "bias"
+    name = f"{LAYER}self_attention.linear_qkv.{kind}"
+    got = dict(convert_to_hf(ARGS, "Qwen2Config", name, _fused_qkv(q, k, v)))
+    assert list(got) == [f"model.layers.3.self_attn.{x}_proj.{kind}" for x in "qkv"]
+    for part, wanted in zip(got.values(), (q, k, v), strict=True):
+        assert torch.equal(part, wanted)
+
+
+def test_gate_comes_before_up():
+    fc1 = torch.randn(8, 7)
+    got = dict(convert_to_hf(ARGS, "llama", f"{LAYER}mlp.linear_fc1.weight", fc1))
+    assert torch.equal(got["model.layers.3.mlp.gate_proj.weight"], fc1[:4])
+    assert torch.equal(got["model.layers.3.mlp.up_proj.weight"], fc1[4:])
+
+
+def test_vocabulary_padding_is_removed():
+    for name, hf in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
+        ((got_name, got),) = convert_to_hf(ARGS, "qwen3", f"module.{name}.weight", torch.randn(16, 7))
+        assert got_name == f"{hf}.weight" and got.shape == (11, 7)
+
+
+def test_an_unknown_parameter_names_its_neighbours():
+    with pytest.raises(ValueError, match=r"qwen2/qwen3 family has no parameter .*linear_pro\.weight.*linear_proj"):
+        convert_to_hf(ARGS, "qwen3", f"{LAYER}self_attention.linear_pro.weight", torch.zeros(1))
+
+
+def test_llama_has_no_query_norm():
+    with pytest.raises(ValueError, match="llama family"):
+        convert_to_hf(ARGS, "llama", f"{LAYER}self_attention.q_layernorm.weight", torch.zeros(5))
+
+
+def test_model_names_are_normalised_and_unknown_ones_refused():
+    assert family_of("Qwen3Config") is family_of("qwen2_5") is family_of("qwen2")
+    with pytest.raises(ValueError, match="known are qwen2, qwen3, llama"):
+        family_of("gpt-neox")
+
+
+def test_quantised_checkpoints_are_refused():
+    with pytest.raises(ValueError, match="fp8"):
+        convert_to_hf(ARGS, "qwen3", "output_layer.weight", torch.zeros(16, 7), {"quant_method": "fp8"})
+
+
+def _named(*sizes):
+    return [(f"t{i}", torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
+def test_buckets_keep_order_and_size(sizes, limit):
+    """Nothing lost or reordered; no bucket over the limit unless it is one tensor; none could take its successor."""
+    tensors = _named(*sizes)
+    buckets = list(plan_buckets(([tensor] for tensor in tensors), limit))
+    assert [name for bucket in buckets for name, _ in bucket] == [name for name, _ in tensors]
+    totals = [sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]
+    assert all(total <= limit or len(bucket) == 1 for total, bucket in zip(totals, buckets, strict=True))
+    assert all(a + b[0][1].nbytes > limit for a, b in zip(totals, buckets[1:], strict=False))
+
+
+def test_an_atomic_item_is_never_split():
+    a, b, c, d = _named(5, 5, 5, 1)
+    assert [len(bucket) for bucket in plan_buckets([[a], [b, c], [d]], 11)] == [1, 3]
+
+
+def test_fused_projections_travel_together():
+    names = ["q_down_proj.weight", "q_up_proj.weight", "kv_down_proj.weight"]
+    params = [(f"decoder.layers.{i}.self_attention.linear_{name}", torch.zeros(1)) for i in (0, 1) for name in names]
+    groups = [[name.split("linear_")[1] for name, _ in group] for group in atomic_groups(params)]
+    assert groups == [[names[1]], [names[0], names[2]]] * 2
+    with pytest.raises(ValueError, match=r"layers\.1.*no partner"):
+        list(atomic_groups(params[:-1]))
+
+
+def test_flatten_is_the_bytes_in_order():
+    bucket = [("a", torch.tensor([1.5, -2.0])), ("b", torch.tensor([[7], [9]], dtype=torch.int16).t())]
+    flat = flatten(bucket)
+    assert torch.equal(flat[:8].view(torch.float32), bucket[0][1])
+    assert flat[8:].view(torch.int16).tolist() == [7, 9]
