@@ -1,0 +1,1 @@
+"""SGLang servers and their router: arguments, processes, registration. Imports neither sglang nor torch."""
