@@ -1,0 +1,177 @@
+"""Puts trainers and engines on devices and starts both: the placement group, its order, and who sits where.
+
+Imports stay light (no torch): the driver loads this before anything else.
+"""
+
+import ipaddress
+import logging
+import socket
+from argparse import Namespace
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.ray.actor_group import RayTrainGroup
+from slime.ray.cluster import explain_slots, slots
+from slime.ray.rollout_client import RolloutClient
+from slime.ray.utils import add_default_ray_env_vars, wait_for
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Part of a placement group, in the order (node address, device). Unpacks as (pg, bundles, gpu_ids).
+
+    bundles: index in pg of each slot. gpu_ids: physical device of each slot (CPU: its number on its node).
+    nodes: address of each slot's node.
+    """
+
+    pg: PlacementGroup | None
+    bundles: tuple[int, ...]
+    gpu_ids: tuple[int | str, ...]
+    nodes: tuple[str, ...]
+
+    def __iter__(self):
+        return iter((self.pg, self.bundles, self.gpu_ids))
+
+    def __len__(self) -> int:
+        return len(self.bundles)
+
+    def part(self, start: int, length: int) -> "Placement":
+        """`length` slots from slot `start` on."""
+        span = slice(start, start + length)
+        return Placement(self.pg, self.bundles[span], self.gpu_ids[span], self.nodes[span])
+
+    def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        """Ray's option that pins an actor to a slot."""
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self.pg,
+            placement_group_bundle_index=self.bundles[slot],
+            placement_group_capture_child_tasks=False,
+        )
+
+
+def create_placement_groups(args: Namespace) -> dict[str, Placement]:
+    """The slots of the trainers ("actor") and of the engines ("rollout"), reserved in one placement group.
+
+    Raises TimeoutError if Ray has enough devices in all but does not hand them over within args.ray_startup_timeout.
+    """
+    total, offset = slots(args)
+    everything = _reserve(args, total)
+    trains = not args.debug_rollout_only
+    generates = not (args.debug_train_only or args.load_debug_rollout_data)
+    return {
+        "actor": everything.part(0, args.actor_num_nodes * args.actor_num_gpus_per_node if trains else 0),
+        "rollout": everything.part(offset, (args.rollout_num_gpus or 0) if generates else 0),
+    }
+
+
+def create_rollout_manager(args: Namespace, placement: Placement) -> tuple[RolloutClient, int | None]:
+    """Starts the rollout manager, which begins to start its engines at once, without waiting for them.
+
+    Returns (manager, rollouts per epoch); the second is None when --num-rollout fixes the number of rollouts.
+    """
+    manager = RolloutClient(args, placement)
+    return manager, None if args.num_rollout is not None else manager.get_num_rollout_per_epoch()
+
+
+def create_training_models(
+    args: Namespace, placements: dict[str, Placement], manager: RolloutClient
+) -> tuple[RayTrainGroup, int]:
+    """Starts the trainers, waits for them and for the engines, and introduces them to each other.
+
+    Returns (trainers, id of the first rollout to run). Trainers and engines start side by side, except where they
+    share GPUs: there an engine sizes its cache by the free memory, so it goes first and then makes room.
+    Raises whatever stops a trainer or an engine from starting.
+    """
+    shares_gpus = args.colocate and args.accelerator == "cuda"
+    if shares_gpus:
+        manager.wait_until_started()
+        if args.offload_rollout:
+            manager.offload()
+    with_ref = args.kl_coef != 0 or args.use_kl_loss
+    actor = RayTrainGroup(args, placements["actor"], role="actor", with_ref=with_ref)
+    waited_for = actor.start() | ({} if shares_gpus else manager.starting())
+    started = wait_for(waited_for, "starting trainers and engines")
+    loaded_rollout_id = actor.started(started)
+    start_rollout_id = loaded_rollout_id if args.start_rollout_id is None else args.start_rollout_id
+
+    if actor.parallel_config is not None:
+        manager.set_train_parallel_config(actor.parallel_config)
+    if args.rollout_global_dataset and start_rollout_id > 0:
+        manager.load(start_rollout_id - 1)
+    actor.connect_engines(manager.engines())
+    return actor, start_rollout_id
+
+
+def sort_key(node: str, gpu_id: int | str) -> tuple:
+    """Orders slots by node address, then device, both as numbers: device 2 before 10, 10.0.0.9 before 10.0.0.10.
+
+    A node known by name is resolved; failing that, its characters are its number.
+    """
+    try:
+        address = tuple(ipaddress.ip_address(node).packed)
+    except ValueError:
+        try:
+            address = tuple(ipaddress.ip_address(socket.gethostbyname(node)).packed)
+        except OSError:
+            address = tuple(ord(character) for character in node)
+    device = (0, int(gpu_id), "") if str(gpu_id).isdecimal() else (1, 0, str(gpu_id))
+    return (address, device)
+
+
+def _reserve(args: Namespace, total: int) -> Placement:
+    if total == 0:
+        return Placement(None, (), (), ())
+    cuda = args.accelerator == "cuda"
+    pg = placement_group([{"GPU": 1, "CPU": 1} if cuda else {"CPU": 1}] * total, strategy="PACK")
+    if not pg.wait(timeout_seconds=args.ray_startup_timeout):
+        kind = "GPU" if cuda else "CPU"
+        have, free = (int(view().get(kind, 0)) for view in (ray.cluster_resources, ray.available_resources))
+        raise TimeoutError(
+            f"Ray did not hand over {total} {kind}s ({explain_slots(args)}) within {args.ray_startup_timeout:g} s: "
+            f"it has {have}, {free} of them free; end the run that holds the others, or raise --ray-startup-timeout"
+        )
+    found = _probe_gpus(pg, total, args.ray_startup_timeout) if cuda else _number_cpus(pg, total)
+    order = sorted(range(total), key=lambda bundle: sort_key(*found[bundle]))
+    nodes, gpu_ids = zip(*(found[bundle] for bundle in order), strict=True)
+    logger.info("slots: %s", ", ".join(f"{node}/{gpu_id}" for node, gpu_id in zip(nodes, gpu_ids, strict=True)))
+    return Placement(pg, tuple(order), gpu_ids, nodes)
+
+
+def _number_cpus(pg: PlacementGroup, total: int) -> list[tuple[str, int]]:
+    """(node address, number on that node) of each bundle; CPUs have no ids, so they are counted."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    node_of_bundle = placement_group_table(pg)["bundles_to_node_id"]
+    counts: dict[str, int] = {}
+    found = []
+    for bundle in range(total):
+        node = addresses[node_of_bundle[bundle]]
+        found.append((node, counts.get(node, 0)))
+        counts[node] = counts.get(node, 0) + 1
+    return found
+
+
+class _Probe:
+    def where(self) -> tuple[str, int | str]:
+        return ray.util.get_node_ip_address(), ray.get_gpu_ids()[0]
+
+
+def _probe_gpus(pg: PlacementGroup, total: int, timeout: float) -> list[tuple[str, int | str]]:
+    """(node address, physical GPU id) of each bundle, asked by a short-lived actor on each."""
+    environment = {"env_vars": add_default_ray_env_vars("cuda")}
+    everything = Placement(pg, tuple(range(total)), tuple(range(total)), ("",) * total)
+    probes = [
+        ray.remote(_Probe)
+        .options(num_gpus=1, num_cpus=0, runtime_env=environment, scheduling_strategy=everything.strategy(bundle))
+        .remote()
+        for bundle in range(total)
+    ]
+    refs = {f"bundle {bundle}": probe.where.remote() for bundle, probe in enumerate(probes)}
+    found = wait_for(refs, "asking each bundle for its GPU", timeout=max(timeout, 120.0))
+    for probe in probes:
+        ray.kill(probe)
+    return list(found.values())
