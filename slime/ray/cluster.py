@@ -8,11 +8,13 @@ import os
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +28,11 @@ def connect(args: Namespace) -> None:
     Raises ConnectionError if the address does not answer, and ValueError with the arithmetic if the cluster is still
     too small after args.ray_startup_timeout seconds.
     """
-    if args.ray_address:
-        _join(args.ray_address, args.ray_startup_timeout)
-    else:
-        _start_local(args)
+    with _keeping_sigterm_handler():
+        if args.ray_address:
+            _join(args.ray_address, args.ray_startup_timeout)
+        else:
+            _start_local(args)
     _wait_for_resources(args)
 
 
@@ -81,6 +84,17 @@ def explain_slots(args: Namespace) -> str:
     if args.colocate:
         return f"the larger of {actor} and {rollout}"
     return f"{actor} + {rollout}"
+
+
+@contextmanager
+def _keeping_sigterm_handler() -> Iterator[None]:
+    """ray.init takes SIGTERM for itself and exits wherever it is, half-way through its own start too (ray 2.60)."""
+    original = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = original
 
 
 def _join(address: str, timeout: float) -> None:

@@ -40,7 +40,7 @@ class Signals:
         self.install()
 
     def install(self) -> None:
-        """Takes the handlers (again: ray.init replaces that of SIGTERM)."""
+        """Takes the handlers, again after a library may have replaced them."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 

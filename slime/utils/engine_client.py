@@ -109,7 +109,10 @@ class EngineClient:
         weight_version: str | int | None = None,
         flush_cache: bool = False,
     ) -> None:
-        """serialized: one base64 string per TP rank of the engine. load_format: None or "flattened_bucket"."""
+        """serialized: one base64 string per TP rank of the engine. load_format: None or "flattened_bucket".
+
+        flush_cache False keeps the prefix cache, computed with the old weights: `flush_cache()` before the first call.
+        """
         self._post(
             "/update_weights_from_tensor",
             {
@@ -152,7 +155,10 @@ class EngineClient:
         load_format: str | None = None,
         flush_cache: bool = False,
     ) -> None:
-        """Receives the named tensors over the group, in order, and loads them. dtypes: "bfloat16", ..."""
+        """Receives the named tensors over the group, in order, and loads them. dtypes: "bfloat16", ...
+
+        flush_cache: see update_weights_from_tensor.
+        """
         if not len(names) == len(dtypes) == len(shapes):
             raise ValueError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must be equally many")
         self._post(

@@ -223,10 +223,13 @@ def test_weights_by_broadcast(engine, tmp_path):
         joining = pool.submit(engine.client.init_weights_update_group, "127.0.0.1", port, 1, 2, "push", "gloo")
         group = join_group("gloo", "127.0.0.1", port, 2, "push", timeout=60)
         joining.result(timeout=60)
+        engine.client.pause_generation()
+        engine.client.flush_cache()
         receiving = pool.submit(engine.client.update_weights_from_distributed, *meta, "push", weight_version=4)
         for weight in weights.values():
             torch.distributed.broadcast(weight.contiguous(), 0, group=group)
         receiving.result(timeout=60)
+        engine.client.continue_generation()
     assert engine.client.weight_version() == "4"
     assert_serves(engine, tmp_path / "new")
     engine.client.destroy_weights_update_group("push")

@@ -73,6 +73,26 @@ class FakeEngine:
         return self._calls
 
 
+class FakeManager:
+    """A rollout manager without engines, which knows whether one is dead (args.dead)."""
+
+    def __init__(self, args, placement) -> None:
+        self._args = args
+
+    def start(self) -> None:
+        pass
+
+    def get_num_rollout_per_epoch(self) -> int:
+        return 5
+
+    def look_for_dead_engine(self) -> None:
+        if self._args.dead:
+            raise EngineError(self._args.dead)
+
+    def generate(self, rollout_id: int) -> str:
+        return f"rollout {rollout_id}"
+
+
 class FakeTrainer:
     """A trainer actor without a model, data parallel; the last rank reports."""
 

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class RouterClient:
     def _ready(self) -> bool:
         return http_request("GET", f"{self.url}/readiness", timeout=5, headers=self._headers)[0] == 200
 
-    def _wait(self, done: Any, timeout: float, what: str) -> None:
+    def _wait(self, done: Callable[[], bool], timeout: float, what: str) -> None:
         deadline = time.monotonic() + timeout
         while not done():
             if time.monotonic() > deadline:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ class ManagedProcess:
             seconds = time.monotonic() - self._started
             raise EngineError(f"{self.name} ended with status {status} {seconds:.0f} s after its start; {self._log()}")
 
-    def wait_until(self, ready: Any, timeout: float, waiting_for: str, interval: float = 0.2) -> None:
-        """Polls `ready() -> bool`. EngineError when the command ends first or `timeout` seconds pass."""
+    def wait_until(self, ready: Callable[[], bool], timeout: float, waiting_for: str, interval: float = 0.2) -> None:
+        """Polls `ready`. EngineError when the command ends first or `timeout` seconds pass."""
         deadline = time.monotonic() + timeout
         while True:
             self.check_alive()

@@ -111,3 +111,16 @@ def test_flatten_is_the_bytes_in_order():
     flat = flatten(bucket)
     assert torch.equal(flat[:8].view(torch.float32), bucket[0][1])
     assert flat[8:].view(torch.int16).tolist() == [7, 9]
+
+
+def test_tensors_of_a_bucket_are_aligned():
+    """An engine views the flattened bytes as each dtype, which needs a start at a multiple of its size."""
+    tensors = [
+        ("odd", torch.zeros(3, dtype=torch.bfloat16)),
+        ("wide", torch.zeros(2)),
+        ("byte", torch.zeros(1).byte()),
+    ]
+    (bucket,) = plan_buckets(([tensor] for tensor in tensors), 1000)
+    parts = flatten(bucket).split([tensor.nbytes for _, tensor in bucket])
+    assert all(part.view(tensor.dtype).equal(tensor) for part, (_, tensor) in zip(parts, bucket, strict=True))
+    assert sorted(name for name, _ in bucket) == ["byte", "odd", "wide"]

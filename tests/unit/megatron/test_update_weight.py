@@ -70,6 +70,45 @@ def test_engines_receive_the_checkpoint(checkpoint, tmp_path, world_size, layout
     assert list(tmp_path.iterdir()) == [], "published versions are removed after loading"
 
 
+def _payload_globals(rank, world_size):
+    """(names that unpickling a payload looks up, the tensors it gives), in a process with all of Megatron loaded."""
+    import base64
+    import io
+    import pickle
+
+    import torch
+
+    from tests.helpers.tiny_megatron import start
+
+    start(Layout())
+    import megatron.training.checkpointing  # noqa: F401  (replaces functions of torch)
+
+    from slime.backends.megatron_utils.update_weight.from_tensor import serialize_values
+
+    whole = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    bucket = [("a", whole.t()), ("b", whole[1:2]), ("c", torch.tensor(2.5)), ("d", torch.tensor([1, 2]))]
+    payload = base64.b64decode(serialize_values(bucket))
+    names = set()
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module, name):
+            names.add(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    loaded = Recorder(io.BytesIO(payload)).load()
+    assert [name for name, _ in loaded] == ["a", "b", "c", "d"]
+    assert all(got.equal(sent) and got.dtype == sent.dtype for (_, got), (_, sent) in zip(loaded, bucket, strict=True))
+    assert len(payload) < 2000, "a view must not carry the storage behind it"
+    return names
+
+
+def test_payloads_use_only_names_that_an_engine_accepts():
+    """SGLang's unpickler refuses every module but a few; Megatron's replacements in torch must not leak in."""
+    (names,) = run_ranks(_payload_globals, 1)
+    assert names
+    assert all(name.startswith(("torch.", "builtins.", "functools.")) for name in names), names
+
+
 def _push_to_a_failing_engine(rank, world_size, path, layout, url, flags):
     from tests.helpers.tiny_megatron import load, make_args, start
 

@@ -1,5 +1,7 @@
 """How many slots a run needs, and what the user reads when Ray has fewer."""
 
+import signal
+
 import pytest
 
 from slime.ray import cluster
@@ -57,6 +59,11 @@ def test_a_given_cluster_may_still_be_growing(monkeypatch):
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: next(answers))
     monkeypatch.setattr(cluster.time, "sleep", lambda seconds: None)
     cluster._wait_for_resources(make_args(ray_address="10.0.0.1:6379"))
+
+
+def test_ray_does_not_take_the_sigterm_handler(cluster):
+    """`cluster` has connected in this process; pytest has none, so the default is still there."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_no_cluster_at_the_address_names_the_flag():

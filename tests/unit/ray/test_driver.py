@@ -60,7 +60,7 @@ def test_signal_while_disconnecting_does_not_leave_processes_behind(calls, monke
 
 
 def test_handlers_survive_a_library_that_replaces_them(calls, monkeypatch):
-    """ray.init takes SIGTERM for itself."""
+    """As ray.init would take SIGTERM."""
     monkeypatch.setattr(driver, "connect", lambda args: signal.signal(signal.SIGTERM, signal.SIG_IGN))
     assert driver.run_driver(lambda args: os.kill(os.getpid(), signal.SIGTERM), make_args()) == 143
 

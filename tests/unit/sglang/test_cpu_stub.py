@@ -131,6 +131,9 @@ def test_rows_of_a_batched_product_ignore_each_other(stub):
     product = stub["deterministic"].bmm_in_blocks(a, b)
     torch.testing.assert_close(product, a @ b)
     assert torch.equal(stub["deterministic"].bmm_in_blocks(a[:, 7:8], b), product[:, 7:8])
+    out = torch.full((40, 3, 20), torch.nan).transpose(0, 1)  # a view, as MLA attention passes
+    assert stub["deterministic"].bmm_in_blocks(a, b, out=out) is out
+    assert torch.equal(out, product)
 
 
 def test_empty_products_have_the_right_shape(stub):

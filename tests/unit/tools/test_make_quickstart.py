@@ -112,7 +112,7 @@ def test_the_seed_decides_every_file(quickstart, tmp_path):
     """Again with the same seed, over what is there already: the same bytes. Another seed: other weights and rows."""
     again = tmp_path / "again"
     (again / "base").mkdir(parents=True)
-    (again / "base" / "model-00001-of-00002.safetensors").write_text("left over")
+    (again / "base" / "adapter.json").write_text("left over")
     make_quickstart.main(["--out", str(again), "--seed", "1234"])
     assert digests(again) == digests(quickstart)
     assert make_task(1)["heldout"] != make_task(2)["heldout"]

@@ -34,12 +34,17 @@ def plan_buckets(items: Iterable[Sequence[NamedTensor]], limit: int) -> Iterator
     for item in items:
         item_size = sum(tensor.nbytes for _, tensor in item)
         if bucket and size + item_size > limit:
-            yield bucket
+            yield _aligned(bucket)
             bucket, size = [], 0
         bucket.extend(item)
         size += item_size
     if bucket:
-        yield bucket
+        yield _aligned(bucket)
+
+
+def _aligned(bucket: Bucket) -> Bucket:
+    """Wide types first: in the flattened bytes every tensor then starts at a multiple of its element size."""
+    return sorted(bucket, key=lambda named: -named[1].element_size())
 
 
 def flatten(bucket: Bucket) -> torch.Tensor:

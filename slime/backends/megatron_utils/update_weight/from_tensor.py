@@ -1,9 +1,11 @@
 """Weights to engines on the same devices: CUDA IPC handles of flattened buckets; on the CPU the values themselves."""
 
 import base64
+import io
 import pickle
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +83,7 @@ class UpdateWeightFromTensor(WeightUpdater):
                 torch.cuda.ipc_collect()
         return sent
 
-    def _stage_buckets(self, stage: int) -> Any:
+    def _stage_buckets(self, stage: int) -> Iterator[Bucket]:
         """The buckets of one pipeline stage, on every rank's device."""
         pp_rank, group = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_group()
         limit = self.args.update_weight_buffer_size
@@ -116,9 +118,25 @@ class UpdateWeightFromTensor(WeightUpdater):
 
 def serialize_values(bucket: Bucket) -> str:
     """The (name, tensor) pairs with their values, base64. Shared memory would tie the engine to this process."""
-    # clone: pickling a view writes the whole storage behind it
-    pairs = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in bucket]
-    return base64.b64encode(pickle.dumps(pairs, protocol=4)).decode()
+    buffer = io.BytesIO()
+    _ValuePickler(buffer, protocol=4).dump([(name, tensor.detach().cpu()) for name, tensor in bucket])
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+class _ValuePickler(pickle.Pickler):
+    """Writes a tensor as its bytes, dtype and shape, in terms of torch and builtins alone.
+
+    torch's own reduction names torch.storage._load_from_bytes, which Megatron replaces by a function of its own: an
+    engine's restricted unpickler refuses that.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        if obj.dim() != 1:
+            return torch.reshape, (obj.flatten(), tuple(obj.shape))
+        values = bytearray(obj.contiguous().view(torch.uint8).numpy())
+        return partial(torch.frombuffer, dtype=obj.dtype), (values,)
 
 
 def serialize_ipc(bucket: Bucket) -> str:

@@ -69,12 +69,13 @@ def _addmm_in_blocks(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alp
     return product + (bias if beta == 1 else bias * beta) if beta != 0 else product
 
 
-def bmm_in_blocks(a: Tensor, b: Tensor) -> Tensor:
-    """[batch, n, k] x [batch, k, m]; n is cut into blocks of ROWS rows."""
+def bmm_in_blocks(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """[batch, n, k] x [batch, k, m], written to `out` if given; n is cut into blocks of ROWS rows."""
     rows = a.shape[1]
     padded = torch.nn.functional.pad(a, (0, 0, 0, -rows % ROWS))
     blocks = [_original_bmm(block, b) for block in padded.split(ROWS, dim=1)]
-    return torch.cat(blocks, dim=1)[:, :rows]
+    product = torch.cat(blocks, dim=1)[:, :rows]
+    return product if out is None else out.copy_(product)
 
 
 def seeded_choice(log_weights: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
