@@ -110,14 +110,23 @@ def _computed_fields(
     }
     if getattr(args, "use_rollout_routing_replay", False):
         fields["enable_return_routed_experts"] = True
-    if args.fp16:
-        fields["dtype"] = "float16"
     return fields
 
 
 def _gpu_defaults(args: Namespace, computed: Mapping[str, Any]) -> dict[str, Any]:
-    """A captured prefill graph would keep pointers into memory that the memory saver gives back."""
-    return {"cuda_graph_backend_prefill": "disabled"} if computed["enable_memory_saver"] else {}
+    """Values for CUDA; each of them can be overruled by its `--sglang-*` flag."""
+    defaults: dict[str, Any] = {"dtype": _dtype(args)}
+    if defaults["dtype"] == "float32":
+        defaults["attention_backend"] = "triton"  # the others compute in half precision only
+    if computed["enable_memory_saver"]:
+        # a captured prefill graph would keep pointers into memory that the memory saver gives back
+        defaults["cuda_graph_backend_prefill"] = "disabled"
+    return defaults
+
+
+def _dtype(args: Namespace) -> str:
+    """Engines compute in the trainer's precision: SGLang's "auto" would serve an fp32 checkpoint in half precision."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
 
 
 def _cpu_defaults(args: Namespace) -> dict[str, Any]:
@@ -125,7 +134,7 @@ def _cpu_defaults(args: Namespace) -> dict[str, Any]:
     return {
         "device": "cpu",
         "attention_backend": "torch_native",
-        "dtype": "bfloat16" if args.bf16 else "float32",
+        "dtype": _dtype(args),
         # the default sizes the cache by free memory: many gigabytes and seconds for nothing
         "max_total_tokens": CPU_MAX_TOTAL_TOKENS,
         # an idle scheduler would otherwise keep a core busy that the trainer needs
