@@ -37,7 +37,9 @@ def test_cpu_defaults_yield_to_the_user():
 
 def test_cuda_gets_no_cpu_values():
     fields = build(make_args(accelerator="cuda", rollout_num_gpus_per_engine=4))
-    assert not {"device", "attention_backend", "dtype", "max_total_tokens"} & fields.keys()
+    assert not {"device", "max_total_tokens", "sleep_on_idle"} & fields.keys()
+    assert (fields["dtype"], fields["attention_backend"]) == ("float32", "triton")  # not "auto", which is half precision
+    assert "attention_backend" not in build(make_args(accelerator="cuda", bf16=True))
     assert fields["tp_size"] == 4
 
 
