@@ -44,9 +44,8 @@ def disconnect() -> None:
     below = psutil.Process().children(recursive=True)
     ray.shutdown()
     _, alive = psutil.wait_procs(below, timeout=1.0)
-    # Ray's agents try to reach the head, which is gone, for a minute before they give up.
-    agents = [process for process in alive if _name(process).startswith("ray::")]
-    _kill(agents)
+    # Ray's agents and idle workers try to reach the head, which is gone, for a minute before they give up.
+    _kill([process for process in alive if _belongs_to_ray(process)])
     _, alive = psutil.wait_procs(alive, timeout=KILL_AFTER_S)
     for process in alive:
         logger.warning("process %d (%s) did not end within %g s: killed", process.pid, _name(process), KILL_AFTER_S)
@@ -168,6 +167,14 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             pass  # it ended just now
+
+
+def _belongs_to_ray(process: psutil.Process) -> bool:
+    """An agent, or a worker that has no actor yet and so does not call itself ray::... yet."""
+    try:
+        return process.name().startswith("ray::") or any("/ray/_private/workers/" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _name(process: psutil.Process) -> str:
