@@ -172,7 +172,8 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 def _belongs_to_ray(process: psutil.Process) -> bool:
     """An agent, or a worker that has no actor yet and so does not call itself ray::... yet."""
     try:
-        return process.name().startswith("ray::") or any("/ray/_private/workers/" in part for part in process.cmdline())
+        command = " ".join(process.cmdline())
+        return process.name().startswith("ray::") or "/ray/_private/workers/" in command
     except psutil.NoSuchProcess:
         return False
 
