@@ -51,6 +51,7 @@ class MegatronTrainer:
 
         torch_te.install()
         packed_rope.install()
+        self._memory_saver = _preloaded_memory_saver() if args.offload_train else None
         self.args = build_megatron_args(args, rank, world_size)
         self._owns_group = initialize.initialize_distributed(
             self.args, self._accelerator.distributed_backend, init_method or ""
@@ -139,13 +140,11 @@ class MegatronTrainer:
             )
         if self._asleep:
             return
-        from torch_memory_saver import torch_memory_saver
-
         start = time.perf_counter()
         self._accelerator.synchronize()
         self._accelerator.empty_cache()
         dist.barrier()
-        torch_memory_saver.pause()
+        self._memory_saver.pause()
         self._asleep = True
         logger.info("trainer asleep: %s", self._accelerator.memory())
         self._times.add("sleep", time.perf_counter() - start)
@@ -154,10 +153,8 @@ class MegatronTrainer:
         """Undo `sleep`."""
         if not self._asleep:
             return
-        from torch_memory_saver import torch_memory_saver
-
         start = time.perf_counter()
-        torch_memory_saver.resume()
+        self._memory_saver.resume()
         self._accelerator.synchronize()
         dist.barrier()
         self._asleep = False
@@ -186,10 +183,20 @@ class MegatronTrainer:
         if not self.args.offload_train:
             yield
             return
-        from torch_memory_saver import torch_memory_saver
-
-        with torch_memory_saver.disable():
+        with self._memory_saver.disable():
             yield
 
     def _main(self, metrics: dict[str, float]) -> dict[str, float] | None:
         return metrics if self.is_main_rank else None
+
+
+def _preloaded_memory_saver() -> Any:
+    """The memory saver whose library was preloaded into this process.
+
+    megatron-core 0.19.2 sets the saver's other mode when it is imported; it must be set back before the first use.
+    """
+    import megatron.core.inference.contexts.dynamic_context  # noqa: F401  the module that sets it, so that it is done
+    from torch_memory_saver import torch_memory_saver
+
+    torch_memory_saver.hook_mode = "preload"
+    return torch_memory_saver

@@ -15,6 +15,7 @@ from slime.backends.sglang_utils.upstream_fields import NO_DEFAULT, UpstreamFiel
 
 logger = logging.getLogger(__name__)
 
+SERVER_PATH = Path(__file__).parent / "server_path"
 CPU_STUB = Path(__file__).parent / "cpu_stub"
 CPU_SGLANG_VERSION = "0.5.17"
 CPU_MAX_TOTAL_TOKENS = 65536
@@ -215,14 +216,14 @@ def server_env(args: Namespace, environ: Mapping[str, str], tp_size: int = 1) ->
     env = {**ENGINE_ENV, **environ}
     for name in DROPPED_ENV:
         env.pop(name, None)
+    first = [SERVER_PATH] if args.accelerator != "cpu" else [CPU_STUB, SERVER_PATH]
+    env["PYTHONPATH"] = ":".join([*map(str, first), *filter(None, [env.get("PYTHONPATH")])])
     if args.accelerator != "cpu":
         return env
-    path = [str(CPU_STUB), *filter(None, [env.get("PYTHONPATH")])]
     env |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         # several processes compute at the same time; more threads than cores makes them a hundred times slower
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": ":".join(path),
     }
     if tp_size > 1:
         env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(rank) for rank in range(tp_size)))

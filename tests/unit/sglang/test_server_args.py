@@ -1,12 +1,21 @@
 """Arguments and environment of SGLang servers, against the parser of the installed SGLang's own table."""
 
 import json
+import os
+import subprocess
+import sys
 from argparse import Namespace
 
 import pytest
 
 from slime.backends.sglang_utils import server_args
-from slime.backends.sglang_utils.server_args import CPU_STUB, build_server_args, server_env, to_command_line
+from slime.backends.sglang_utils.server_args import (
+    CPU_STUB,
+    SERVER_PATH,
+    build_server_args,
+    server_env,
+    to_command_line,
+)
 from slime.backends.sglang_utils.upstream_fields import server_fields
 
 
@@ -38,7 +47,10 @@ def test_cpu_defaults_yield_to_the_user():
 def test_cuda_gets_no_cpu_values():
     fields = build(make_args(accelerator="cuda", rollout_num_gpus_per_engine=4))
     assert not {"device", "max_total_tokens", "sleep_on_idle"} & fields.keys()
-    assert (fields["dtype"], fields["attention_backend"]) == ("float32", "triton")  # not "auto", which is half precision
+    assert (fields["dtype"], fields["attention_backend"]) == (
+        "float32",
+        "triton",
+    )
     assert "attention_backend" not in build(make_args(accelerator="cuda", bf16=True))
     assert fields["tp_size"] == 4
 
@@ -152,7 +164,7 @@ def test_fields_are_read_from_the_installed_sources():
 def test_cpu_environment_shadows_the_wheel_and_keeps_the_rest():
     environ = {"PYTHONPATH": "/mine", "HOME": "/h", "PYTHONDONTWRITEBYTECODE": "1", "PYTORCH_CUDA_ALLOC_CONF": "x"}
     env = server_env(make_args(), environ)
-    assert env["PYTHONPATH"] == f"{CPU_STUB}:/mine"
+    assert env["PYTHONPATH"] == f"{CPU_STUB}:{SERVER_PATH}:/mine"
     assert (env["SGLANG_USE_CPU_ENGINE"], env["OMP_NUM_THREADS"], env["HOME"]) == ("1", "1", "/h")
     assert not {"PYTHONDONTWRITEBYTECODE", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys()
     assert environ["PYTHONDONTWRITEBYTECODE"] == "1"
@@ -160,7 +172,7 @@ def test_cpu_environment_shadows_the_wheel_and_keeps_the_rest():
 
 def test_cuda_environment_has_no_stub_and_outer_values_win():
     env = server_env(make_args(accelerator="cuda"), {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "true"})
-    assert "PYTHONPATH" not in env and "SGLANG_USE_CPU_ENGINE" not in env
+    assert env["PYTHONPATH"] == str(SERVER_PATH) and "SGLANG_USE_CPU_ENGINE" not in env
     assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "true"
     assert env["SGLANG_JIT_DEEPGEMM_PRECOMPILE"] == "false"
 
@@ -169,3 +181,14 @@ def test_tensor_parallel_on_the_cpu_binds_threads():
     env = server_env(make_args(), {}, tp_size=2)
     assert (env["SGLANG_CPU_OMP_THREADS_BIND"], env["SGLANG_NCCL_SO_PATH"]) == ("0|1", "/nonexistent")
     assert "SGLANG_NCCL_SO_PATH" not in server_env(make_args(), {}, tp_size=1)
+
+
+def test_servers_cannot_import_megatron(tmp_path):
+    """SGLang does when it can, for a debugging aid. Megatron then put the memory saver into a mode that cannot pause
+    CUDA graphs, and every server that was to be offloaded died at start ("Only hook_mode=preload supports ...")."""
+    code = "try: import megatron.core\nexcept ImportError as error: print(error)"
+    env = server_env(make_args(accelerator="cuda"), os.environ)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "not for server processes" in result.stdout
