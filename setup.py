@@ -1,8 +1,8 @@
-"""Packaging of slime. The versions pinned here are the ones the tests run with; `requirements.lock` is compiled from them."""
+"""Packaging of slime. The versions pinned here are those the tests run with; scripts/lock.sh compiles the lock."""
 
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, setup
 
 REQUIREMENTS = [
     "torch==2.11.0",
@@ -22,26 +22,26 @@ REQUIREMENTS = [
     "rich",
     "matplotlib",
     "pyarrow",
-    "sympy",
+    "mpmath",
 ]
 
 EXTRAS = {
     "te": ["transformer-engine[pytorch]"],
     "flash-attn": ["flash-attn"],
     "wandb": ["wandb"],
-    "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff"],
+    "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "sympy"],
     "docs": ["mkdocs-material"],
 }
 
 setup(
     name="slime",
     version="0.3.1",
-    description="An RL post-training framework for large language models: Megatron-core trains, SGLang generates, Ray orchestrates.",
+    description="RL post-training of large language models: Megatron-core trains, SGLang generates, Ray orchestrates.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.12",
-    packages=find_packages(include=["slime*", "slime_plugins*"]),
+    packages=find_namespace_packages(include=["slime*", "slime_plugins*"], exclude=["*.__pycache__"]),
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
 )

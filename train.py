@@ -2,20 +2,25 @@
 
 import sys
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from slime.observability.logging_utils import configure_logging
 from slime.observability.tracking import Tracking
-from slime.ray.actor_group import RayTrainGroup
-from slime.ray.driver import run_driver
 from slime.ray.phases import Phases
-from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
-from slime.ray.rollout_client import RolloutClient
 from slime.utils.arguments import parse_args
 from slime.utils.misc import should_run_periodic_action
+
+if TYPE_CHECKING:
+    from slime.ray.actor_group import RayTrainGroup
+    from slime.ray.rollout_client import RolloutClient
+
+# Ray is imported inside functions: --help and mistakes in the arguments are answered without it.
 
 
 def train(args: Namespace) -> None:
     """One run on the Ray cluster that this process is connected to."""
+    from slime.ray.placement_group import create_placement_groups, create_rollout_manager, create_training_models
+
     placements = create_placement_groups(args)
     manager, per_epoch = create_rollout_manager(args, placements["rollout"])
     if args.num_rollout is None:
@@ -60,7 +65,7 @@ def train(args: Namespace) -> None:
     tracking.close("finished")
 
 
-def push_weights(args: Namespace, manager: RolloutClient, actor: RayTrainGroup) -> dict[str, float]:
+def push_weights(args: Namespace, manager: "RolloutClient", actor: "RayTrainGroup") -> dict[str, float]:
     """The engines generate with the trainer's weights afterwards. Returns metrics of the push."""
     if args.offload_rollout:
         manager.onload_weights()
@@ -73,4 +78,8 @@ def push_weights(args: Namespace, manager: RolloutClient, actor: RayTrainGroup) 
 
 if __name__ == "__main__":
     configure_logging()
-    sys.exit(run_driver(train, parse_args()))
+    arguments = parse_args()
+
+    from slime.ray.driver import run_driver
+
+    sys.exit(run_driver(train, arguments))

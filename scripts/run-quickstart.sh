@@ -11,7 +11,7 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 OUT=${OUT:-outputs/quickstart}
 SEED=${SEED:-1234}
-NUM_SFT=${NUM_SFT:-320}           # optimizer steps of the warm-up, a multiple of 40
+NUM_SFT=${NUM_SFT:-480}           # optimizer steps of the warm-up, a multiple of 20
 NUM_ROLLOUT=${NUM_ROLLOUT:-120}   # GRPO steps of 64 prompts x 8 responses
 
 bash scripts/bootstrap.sh
@@ -44,27 +44,28 @@ COMMON_ARGS=(
 echo "== 1. model and data"
 "$python" tools/make_quickstart.py --out "$OUT" --seed "$SEED"
 
-echo "== 2. SFT warm-up: $NUM_SFT steps"
+echo "== 2. SFT warm-up: $NUM_SFT steps, then the checkpoint that still has something to learn"
 "$python" train.py "${COMMON_ARGS[@]}" \
    --hf-checkpoint "$OUT/base" \
-   --load "$OUT/base" \
    --save "$OUT/sft" \
-   --save-hf "$OUT/sft-hf" \
-   --save-interval "$((NUM_SFT / 40))" \
+   --save-hf "$OUT/warm-up/{rollout_id}" \
+   --save-interval 1 \
    --debug-train-only \
    --rollout-function-path slime.rollout.sft_rollout.generate_rollout \
    --loss-type sft_loss \
    --disable-compute-advantages-and-returns \
    --prompt-data "$OUT/sft.jsonl" \
    --input-key messages \
-   --num-rollout "$((NUM_SFT / 40))" \
-   --rollout-batch-size 2560 \
+   --num-rollout "$((NUM_SFT / 20))" \
+   --rollout-batch-size 1280 \
    --global-batch-size 64 \
    --lr 1e-3 \
-   --lr-decay-style cosine \
+   --lr-decay-style constant \
    --adam-beta1 0.9 \
    --adam-beta2 0.95 \
    --metrics-jsonl "$OUT/sft-metrics.jsonl"
+"$python" tools/select_checkpoint.py --candidates "$OUT/warm-up" --prompts "$OUT/train.jsonl@[0:512]" \
+   --below 0.42 --out "$OUT/sft-hf"
 
 echo "== 3. GRPO: $NUM_ROLLOUT steps of 64 prompts x 8 responses"
 "$python" train.py "${COMMON_ARGS[@]}" \

@@ -6,6 +6,7 @@ python tools/chat.py outputs/quickstart/final --prompt '37+58='  # one answer
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
         history.append({"role": "assistant", "content": answer(history)})
 
 
-def load(args: argparse.Namespace):
+def load(args: argparse.Namespace) -> Callable[[list[dict[str, str]]], str]:
     """A function that prints the answer to a message list as it is generated, and returns it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer

@@ -1,6 +1,5 @@
 """Makes everything the quickstart trains on: a tiny randomly initialised Qwen3 checkpoint with a character tokenizer,
-and two-digit addition as SFT conversations, RL prompts with labels, and held-out prompts. The conversations are those
-of a careless teacher, right half of the time: what is beyond that, reinforcement learning has to find.
+and two-digit addition as SFT conversations, RL prompts with labels, and held-out prompts.
 
     python tools/make_quickstart.py --out outputs/quickstart --seed 1234
 
@@ -25,9 +24,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NUM_HELD_OUT = 256
-CONVERSATIONS_PER_PAIR = 4
-TEACHER_RIGHT = 0.5  # share of right answers among the conversations
-TEACHER_ERRORS = (-20, -10, -2, -1, 1, 2, 10, 20)
 
 
 def make_tokenizer() -> "PreTrainedTokenizerFast":
@@ -83,19 +79,15 @@ def make_task(seed: int) -> dict[str, list[dict]]:
 
     Returns {"sft": [{"messages": [...]}], "train": [{"prompt", "label"}], "heldout": [{"prompt", "label"}]}.
     """
-    rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    rng.shuffle(pairs)
+    random.Random(seed).shuffle(pairs)
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in pairs]
     held_out, train = rows[:NUM_HELD_OUT], rows[NUM_HELD_OUT:]
-    conversations = [careless_lesson(row, rng) for _ in range(CONVERSATIONS_PER_PAIR) for row in train]
+    conversations = [
+        {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["label"]}]}
+        for row in train
+    ]
     return {"sft": conversations, "train": train, "heldout": held_out}
-
-
-def careless_lesson(row: dict, rng: random.Random) -> dict:
-    """A conversation in which the row's prompt is answered, rightly with probability TEACHER_RIGHT."""
-    answer = int(row["label"]) + (0 if rng.random() < TEACHER_RIGHT else rng.choice(TEACHER_ERRORS))
-    return {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": str(answer)}]}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,6 +16,14 @@ CURVES = (
     ("entropy", ("train/entropy_loss",)),
     ("seconds a step", ("perf/generate_time", "perf/train_time", "perf/sync_time")),
 )
+# Metrics with a better direction, in which the summary looks for the best value; so are evaluation rewards (larger).
+BEST = {
+    "rollout/raw_reward": max,
+    "train/train_rollout_logprob_abs_diff": min,
+    "perf/generate_time": min,
+    "perf/train_time": min,
+    "perf/sync_time": min,
+}
 # eval/<data set>, but not what is said about it: eval/<data set>-truncated_ratio, eval/<data set>-pass@4
 EVAL_REWARD = re.compile(r"eval/(?!step$)(?![^/]*-(truncated_ratio|pass@\d+)$)[^/]+")
 NO_ROW = 'not a metrics row, which is a JSON object with an integer "<family>/step"'
@@ -81,7 +89,7 @@ def evaluation_names(table: dict[str, dict[int, dict[str, float]]]) -> list[str]
 
 
 def print_summary(table: dict[str, dict[int, dict[str, float]]]) -> None:
-    """A table of first, best and last value of each curve and evaluation."""
+    """A table of first, best and last value of each curve and evaluation; no best where none is better."""
     from rich.console import Console
     from rich.table import Table
 
@@ -89,11 +97,12 @@ def print_summary(table: dict[str, dict[int, dict[str, float]]]) -> None:
     for column in ("metric", "first", "best", "last"):
         out.add_column(column, justify="left" if column == "metric" else "right")
     rows = [("eval/step", name, max) for name in evaluation_names(table)]
-    rows += [("rollout/step", name, max if "reward" in name else min) for _, names in CURVES for name in names]
+    rows += [("rollout/step", name, BEST.get(name)) for _, names in CURVES for name in names]
     for key, name, best in rows:
         _, values = series(table.get(key, {}), name)
         if values:
-            out.add_row(name, *(f"{value:.4g}" for value in (values[0], best(values), values[-1])))
+            best_value = f"{best(values):.4g}" if best else ""
+            out.add_row(name, f"{values[0]:.4g}", best_value, f"{values[-1]:.4g}")
     Console().print(out)
 
 

@@ -16,6 +16,8 @@ import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 
+from slime.observability.quiet import quieten_driver
+
 logger = logging.getLogger(__name__)
 
 MANAGER_CPUS = 1
@@ -28,6 +30,7 @@ def connect(args: Namespace) -> None:
     Raises ConnectionError if the address does not answer, and ValueError with the arithmetic if the cluster is still
     too small after args.ray_startup_timeout seconds.
     """
+    quieten_driver()
     with _keeping_sigterm_handler():
         if args.ray_address:
             _join(args.ray_address, args.ray_startup_timeout)

@@ -24,7 +24,16 @@ from slime.utils.http_utils import HttpError
 logger = logging.getLogger(__name__)
 
 # Raised with a message that tells a person what to do; the traceback adds nothing for them and goes to a file.
-EXPLAINED = (ValueError, ImportError, FileNotFoundError, ConnectionError, TimeoutError, EngineError, HttpError)
+EXPLAINED = (
+    ValueError,
+    ImportError,
+    FileNotFoundError,
+    FloatingPointError,  # a loss or gradient that is no number, with its step and samples
+    ConnectionError,
+    TimeoutError,
+    EngineError,
+    HttpError,
+)
 RULE = "=" * 80
 
 

@@ -30,6 +30,18 @@ logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 2.0
 # A dying SGLang stops answering some seconds before its processes are gone, and its log says more than the request.
 POST_MORTEM_S = 15.0
+# Plug-ins that are first called in the middle of a rollout; a name that does not load should not wait that long.
+PLUGINS = (
+    "custom_generate_function_path",
+    "custom_rm_path",
+    "custom_reward_post_process_path",
+    "custom_convert_samples_to_train_data_path",
+    "dynamic_sampling_filter_path",
+    "rollout_sample_filter_path",
+    "rollout_all_samples_process_path",
+    "custom_rollout_log_function_path",
+    "custom_eval_rollout_log_function_path",
+)
 
 
 @dataclass(frozen=True)
@@ -44,21 +56,29 @@ class RolloutManager:
     """Ray runs the calls one after the other. Heavy imports (torch) are inside: the driver imports this module too."""
 
     def __init__(self, args: Namespace, placement: "Placement") -> None:
-        """Brings up engine actors and router, then the data source meanwhile; `start` waits for the engines."""
+        """Nothing that can fail is done here: Ray would report it as the death of an actor, not as what it is."""
         configure_logging()
+        self.args = args
+        self._placement = placement
         self._pool: EnginePool | None = None
         self._parallel_config: dict[str, int] | None = None
+
+    def prepare(self) -> None:
+        """Brings up engine actors and router, then the data source meanwhile; `start` waits for the engines."""
+        args, pool = self.args, None
+        self._rollout_function = load_function(args.rollout_function_path)
+        self._eval_function = load_function(args.eval_function_path)
         if not (args.debug_train_only or args.load_debug_rollout_data):
             from slime.utils.http_utils import init_http_client
 
-            self._pool = EnginePool(args, placement)
+            for name in PLUGINS:
+                if path := getattr(args, name):
+                    load_function(path)
+            pool = EnginePool(args, self._placement)
             init_http_client(args)
-            router = self._pool.router
-            args = args.replace(sglang_router_ip=router.host, sglang_router_port=router.port)
-        self.args = args
+            args = args.replace(sglang_router_ip=pool.router.host, sglang_router_port=pool.router.port)
         self.data_source = load_function(args.data_source_path)(args)
-        self._rollout_function = load_function(args.rollout_function_path)
-        self._eval_function = load_function(args.eval_function_path)
+        self.args, self._pool = args, pool
 
     def get_num_rollout_per_epoch(self) -> int:
         """Rollouts in one pass over the data. Raises ValueError if the data does not fill one."""
@@ -71,7 +91,7 @@ class RolloutManager:
         return prompts // per_rollout
 
     def start(self) -> None:
-        """Returns once every engine generates and the router knows it."""
+        """Returns once every engine generates and the router knows it; at once if `prepare` failed."""
         if self._pool is not None:
             self._pool.start()
 

@@ -28,13 +28,14 @@ class RolloutClient:
         self._actor = (
             ray.remote(manager_cls).options(num_cpus=1, num_gpus=0, runtime_env=environment).remote(args, placement)
         )
+        self._prepared = self._actor.prepare.remote()
         # Calls run in order: this one must not queue behind the start of the engines.
         self._per_epoch = None if args.num_rollout is not None else self._actor.get_num_rollout_per_epoch.remote()
         self._started = self._actor.start.remote()
 
     def starting(self) -> dict[str, ray.ObjectRef]:
         """What resolves once the engines generate, by name, to be waited for together with other things."""
-        return {"engines": self._started}
+        return {NAME: self._prepared, "engines": self._started}
 
     def wait_until_started(self) -> None:
         """Returns once the engines generate."""
@@ -44,6 +45,7 @@ class RolloutClient:
         """Rollouts in one pass over the data; None if --num-rollout fixes their number."""
         if self._per_epoch is None:
             return None
+        wait_for({NAME: self._prepared}, "load the prompt data")
         return wait_for({NAME: self._per_epoch}, "load the prompt data")[NAME]
 
     def generate(self, rollout_id: int) -> RolloutBatch:

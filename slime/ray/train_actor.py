@@ -2,7 +2,6 @@
 
 import logging
 import os
-import warnings
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import ray
 
 from slime.observability.logging_utils import configure_logging
+from slime.observability.quiet import quieten_trainer
 from slime.ray.ports import get_master_addr_and_port
 from slime.ray.utils import Box, local_device_index
 from slime.utils.engine_client import EngineInfo
@@ -17,7 +17,11 @@ from slime.utils.engine_client import EngineInfo
 logger = logging.getLogger(__name__)
 
 # Values a trainer on CUDA has unless the surrounding environment chose others.
-CUDA_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
+CUDA_DEFAULTS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron insists on it with tensor or context parallelism
+    "NCCL_CUMEM_ENABLE": "0",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,7 @@ class TrainRayActor:
             "RANK": str(self._rank),
             "LOCAL_RANK": str(self._local_rank),
         }
-        # Each import of theirs says that Apex is missing; the trainer itself logs once what it does without.
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)\b")
+        quieten_trainer(args.accelerator)
         # Imported here: the driver imports this module to create actors and must stay free of torch and Megatron.
         from slime.backends.megatron_utils.actor import MegatronTrainer
 

@@ -87,10 +87,18 @@ class GenerateState(metaclass=SingletonMeta):
                 self.semaphore.release()
 
     def params_for(self, sample: Sample, sampling_params: dict[str, Any]) -> dict[str, Any]:
-        """The sample's own copy of the parameters; with deterministic inference it carries the sample's seed."""
+        """The sample's own copy of the parameters; with deterministic inference it carries the sample's seed.
+
+        Raises ValueError for min_p there: a rollout repeats exactly only where it samples from the whole distribution.
+        """
         params = dict(sampling_params)
         if self.args.sglang_enable_deterministic_inference:
-            params["sampling_seed"] = sampling_seed(self.args.rollout_seed, sample.index)
+            if params.get("min_p"):
+                raise ValueError(
+                    f"sample index={sample.index}: sampling parameter min_p {params['min_p']} is not supported with "
+                    "--sglang-enable-deterministic-inference; leave one of the two out"
+                )
+            params["sampling_seed"] = sampling_seed(self.args.rollout_seed, sample)
         return params
 
     def check_vocabulary(self, sample: Sample, token_ids: list[int]) -> None:
@@ -145,12 +153,12 @@ def training_sampling_params(args: Namespace) -> dict[str, Any]:
     return params
 
 
-def sampling_seed(rollout_seed: int, sample_index: int) -> int:
+def sampling_seed(rollout_seed: int, sample: Sample) -> int:
     """31-bit seed that depends on the run's seed and the sample alone, so that it does not matter which request comes
-    first.
+    first. Samples of one group that follow each other have seeds that follow each other, as entries of one request do.
     """
-    digest = hashlib.blake2b(f"{rollout_seed}:{sample_index}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+    digest = hashlib.blake2b(f"{rollout_seed}:{sample.group_index}".encode(), digest_size=4).digest()
+    return (int.from_bytes(digest, "little") + (sample.index or 0)) & 0x7FFFFFFF
 
 
 def _vocab_size(hf_checkpoint: str, tokenizer: Any) -> int:

@@ -119,17 +119,30 @@ async def _request_many(
     """Generate for several samples, those with equal parameters in one request.
 
     A router reads one set of sampling parameters per request and sends a request to one engine, so samples with
-    different parameters (own seeds, different room left), and all samples under consistent hashing, go separately.
+    different parameters (different room left), and all samples under consistent hashing, go separately. Seeds may
+    count up from sample to sample: entry i of a request draws with the request's seed + i (see server_main).
     """
     separate = args.router_policy == "consistent_hashing"
-    batches: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
+    batches: list[tuple[dict[str, Any], list[Sample]]] = []
+    open_batches: dict[str, tuple[dict[str, Any], list[Sample]]] = {}
     prompt_ids: dict[str, list[int]] = {}
     for number, (sample, sampling_params) in enumerate(wanted):
         params = _prepare(args, state, sample, sampling_params, evaluation, prompt_ids)
-        if params is not None:
-            key = str(number) if separate else json.dumps(params, sort_keys=True)
-            batches.setdefault(key, (params, []))[1].append(sample)
-    await gather_or_cancel(*(_request(args, state, samples, params) for params, samples in batches.values()))
+        if params is None:
+            continue
+        key = str(number) if separate else json.dumps(params | {"sampling_seed": None}, sort_keys=True)
+        batch = open_batches.get(key)
+        if batch is None or params.get("sampling_seed") != _seed_of_entry(*batch):
+            batch = open_batches[key] = (params, [])
+            batches.append(batch)
+        batch[1].append(sample)
+    await gather_or_cancel(*(_request(args, state, samples, params) for params, samples in batches))
+
+
+def _seed_of_entry(params: dict[str, Any], samples: list[Sample]) -> int | None:
+    """The seed with which a further entry of this request would draw."""
+    seed = params.get("sampling_seed")
+    return None if seed is None else seed + len(samples)
 
 
 def _prepare(

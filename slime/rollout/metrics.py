@@ -21,7 +21,7 @@ def rollout_metrics(
     rollout_id: int, args: Namespace, samples: list[Sample], extra_metrics: dict[str, Any] | None, rollout_time: float
 ) -> dict[str, float]:
     """rollout/* and perf/* of a training rollout, with the rollout function's own `extra_metrics` (their names
-    unchanged).
+    unchanged); multi_turn/* with --log-multi-turn, passrate/pass@k with --log-passrate.
 
     samples: flat. rollout_time: seconds. {} when `--custom-rollout-log-function-path` says that it did the logging.
     """
@@ -34,6 +34,10 @@ def rollout_metrics(
     if rewards:
         metrics["rollout/raw_reward"] = statistics.fmean(rewards)
     metrics |= {f"perf/{name}": value for name, value in perf_metrics(args, samples, rollout_time).items()}
+    if args.log_multi_turn:
+        metrics |= {f"multi_turn/{name}": value for name, value in multi_turn_metrics(args, samples).items()}
+    if args.log_passrate and rewards:
+        metrics |= {f"passrate/pass@{k}": value for k, value in _group_pass_rates(samples, rewards).items()}
     return metrics | (extra_metrics or {})
 
 
@@ -60,9 +64,8 @@ def eval_metrics(
         if samples:
             metrics |= {f"eval/{name}/{key}": value for key, value in sample_metrics(args, samples).items()}
         if samples and args.log_passrate:
-            groups = group_by(zip(samples, rewards, strict=True), lambda pair: pair[0].group_index)
-            correct = [[reward == 1 for _, reward in group] for group in groups.values()]
-            metrics |= {f"eval/{name}-pass@{k}": value for k, value in pass_rates(correct).items()}
+            rates = _group_pass_rates(samples, rewards)
+            metrics |= {f"eval/{name}-pass@{k}": value for k, value in rates.items()}
     return metrics | (extra_metrics or {})
 
 
@@ -105,6 +108,23 @@ def perf_metrics(args: Namespace, samples: list[Sample], rollout_time: float) ->
     return metrics
 
 
+def multi_turn_metrics(args: Namespace, samples: list[Sample]) -> dict[str, float]:
+    """Lengths (tokens) of responses with (raw) and without (wo_obs) what tools and environments put in, and rounds.
+
+    clip_ratio: responses of at least --rollout-max-response-len tokens. Rounds are those of the samples whose metadata
+    has a round_number; without any there is no such metric.
+    """
+    raw = [sample.response_length for sample in samples]
+    generated = [sample.effective_response_length for sample in samples]
+    rounds = [sample.metadata["round_number"] for sample in samples if "round_number" in sample.metadata]
+    metrics = _mean_max_min("raw_response_length/response_length", raw)
+    if args.rollout_max_response_len is not None:
+        clipped = statistics.fmean(length >= args.rollout_max_response_len for length in raw)
+        metrics["raw_response_length/response_length_clip_ratio"] = clipped
+    metrics |= _mean_max_min("wo_obs_response_length/response_length", generated)
+    return metrics | (_mean_max_min("multi_turn_metric/round_number", rounds) if rounds else {})
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """mean, median, max and min of at least one value."""
     return {
@@ -128,6 +148,16 @@ def pass_rates(correct: list[list[bool]]) -> dict[int, float]:
         )
         k *= 2
     return rates
+
+
+def _group_pass_rates(samples: list[Sample], rewards: Sequence[float]) -> dict[int, float]:
+    """pass_rates of the samples' groups; an answer is right when its reward is 1."""
+    groups = group_by(zip(samples, rewards, strict=True), lambda pair: pair[0].group_index)
+    return pass_rates([[reward == 1 for _, reward in group] for group in groups.values()])
+
+
+def _mean_max_min(prefix: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{prefix}_{name}": value for name, value in spread(values).items() if name != "median"}
 
 
 def is_repetitive(text: str) -> bool:

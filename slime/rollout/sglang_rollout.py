@@ -19,6 +19,7 @@ from slime.rollout.eval_rollout import eval_rollout
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.generate_state import Draw, GenerateState
 from slime.rollout.generation import generate, generate_and_rm, generate_and_rm_group
+from slime.rollout.rm_hub import unscored_counts
 from slime.utils.async_utils import cancel_and_wait, run
 from slime.utils.http_utils import HttpError
 from slime.utils.misc import load_function
@@ -64,6 +65,7 @@ async def generate_rollout_async(args: Namespace, rollout_id: int, data_source: 
     state = GenerateState(args)
     state.reset(rollout_id)
     selection = _Selection(args, state)
+    unscored_before = Counter(unscored_counts())
     try:
         while len(selection.kept) < args.rollout_batch_size:
             while state.remaining_batch_size < args.rollout_batch_size:
@@ -75,6 +77,8 @@ async def generate_rollout_async(args: Namespace, rollout_id: int, data_source: 
     except BaseException:
         await _stop_everything(args, state)
         raise
+    for reason, count in (Counter(unscored_counts()) - unscored_before).items():
+        selection.metrics[f"rollout/unscored/{reason.replace(' ', '_')}"] = count
     return_unused(args, data_source, unused + selection.surplus, selection.metrics)
     return _output(args, data_source, selection)
 

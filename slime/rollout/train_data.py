@@ -31,6 +31,14 @@ TENSOR_DTYPES = {
     "rollout_top_p_token_ids": torch.int32,
     "rollout_top_p_token_offsets": torch.int32,
 }
+# What a sample without response tokens has of a per-token record, whether anybody wrote it down or not.
+NOTHING_RECORDED = {
+    "rollout_log_probs": [],
+    "teacher_log_probs": [],
+    "rollout_top_p_token_ids": [],
+    "rollout_top_p_token_offsets": [0],
+}
+PAD_TOKEN_ID = 0
 WHOLE_BATCH_KEYS = frozenset({"raw_reward", "total_lengths"})  # every rank gets these for all samples
 REQUIRED_KEYS = ("tokens", "response_lengths", "rewards", "raw_reward", "truncated", "sample_indices", "loss_masks")
 
@@ -43,6 +51,7 @@ def convert_samples_to_train_data(args: Namespace, samples: list[Sample]) -> dic
     rollout_mask_sums: trainable tokens of the whole execution, the denominator of the loss. source_names. When any
     sample has them: rollout_log_probs, teacher_log_probs, rollout_routed_experts, round_number,
     multimodal_train_inputs, metadata (train_metadata); with --rollout-top-p below 1 the nucleus ids.
+    A sample without response trains nothing, but counts in its group and step; one without any token gets one.
 
     `--custom-convert-samples-to-train-data-path` replaces the conversion; missing rollout_ids and rollout_mask_sums
     are filled in. Raises ValueError that names the sample for any broken invariant.
@@ -55,7 +64,7 @@ def convert_samples_to_train_data(args: Namespace, samples: list[Sample]) -> dic
         sample.validate()
     raw_rewards, rewards = post_process_rewards(args, samples)
     data: dict[str, list] = {
-        "tokens": [sample.tokens for sample in samples],
+        "tokens": [sample.tokens or [PAD_TOKEN_ID] for sample in samples],
         "response_lengths": [sample.response_length for sample in samples],
         "rewards": rewards,
         "raw_reward": [s.metadata.get("raw_reward", raw) for s, raw in zip(samples, raw_rewards, strict=True)],
@@ -227,11 +236,16 @@ def _optional_columns(args: Namespace, samples: list[Sample]) -> dict[str, list]
 
 
 def _add_if_any(columns: dict[str, list], key: str, samples: list[Sample], values: list) -> None:
-    if any(value is not None for value in values):
+    per_token = key in NOTHING_RECORDED
+    pairs = zip(samples, values, strict=True)
+    if any(value is not None and (sample.response_length or not per_token) for sample, value in pairs):
         columns[key] = _complete(key, samples, values)
 
 
 def _complete(key: str, samples: list[Sample], values: list) -> list:
+    if key in NOTHING_RECORDED:
+        pairs = zip(samples, values, strict=True)
+        values = [value if sample.response_length else NOTHING_RECORDED[key] for sample, value in pairs]
     lacking = [sample for sample, value in zip(samples, values, strict=True) if value is None]
     if lacking:
         first = lacking[0]

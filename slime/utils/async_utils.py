@@ -23,6 +23,11 @@ def get_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
+def started_loop() -> asyncio.AbstractEventLoop | None:
+    """The process-wide event loop if anything has asked for it, without starting it."""
+    return _loop
+
+
 def run[T](coro: Coroutine[Any, Any, T]) -> T:
     """Run `coro` on the background loop and block until it returns or raises.
 

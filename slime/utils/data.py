@@ -160,9 +160,10 @@ class Dataset:
                 max_length,
             )
         if not self.origin_samples:
+            too_long = "" if max_length is None else f", {self.num_filtered} prompts longer than {max_length} left out"
             raise ValueError(
                 f"{path}: no prompt is left: {len(samples)} rows selected and read, {self.num_skipped} malformed rows "
-                f"skipped, {self.num_filtered} prompts longer than {max_length} tokens left out"
+                f"skipped{too_long}"
             )
         self.samples = self.origin_samples
         self.epoch_id = -1

@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from slime.utils.async_utils import run
+from slime.utils.async_utils import run, started_loop
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,10 @@ async def close_http_client() -> None:
 
 
 def _close_at_exit() -> None:
-    run(close_http_client())
+    """Nothing to close where nothing was requested; starting the loop for it is no longer possible at exit."""
+    loop = started_loop()
+    if loop is not None and loop in _sessions:
+        run(close_http_client())
 
 
 def _decode(body: bytes) -> Any:

@@ -20,7 +20,7 @@ def load_function(path: str) -> Any:
     """The object named by `package.module.name` or `path/to/file.py:name`; memoised per spelling.
 
     Raises ValueError for a malformed path, ImportError if the module cannot be found or fails to import (the cause
-    is chained), AttributeError if it has no such name. Each message holds the path.
+    is chained) or has no such name. Each message holds the path.
     """
     if ".py:" in path:
         file, _, name = path.rpartition(":")
@@ -37,7 +37,7 @@ def load_function(path: str) -> Any:
         return getattr(module, name)
     except AttributeError:
         public = sorted(n for n in vars(module) if not n.startswith("_"))
-        raise AttributeError(
+        raise ImportError(
             f"cannot load {path!r}: {module.__name__!r} has no {name!r} (it has {', '.join(public[:20]) or 'nothing'})"
         ) from None
 

@@ -65,7 +65,7 @@ def main() -> None:
     url = ours.recv()
     try:
         measure(url, "64 groups of 8, one request a group", 64, 8)
-        measure(url, "64 groups of 8, a request a sample (seeds)", 64, 8, sglang_enable_deterministic_inference=True)
+        measure(url, "64 groups of 8, with seeds", 64, 8, sglang_enable_deterministic_inference=True)
         measure(url, "512 groups of 1", 512, 1)
     finally:
         ours.send("stop")

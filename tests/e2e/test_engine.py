@@ -36,6 +36,7 @@ class Engine:
 
     def __init__(self, directory: Path) -> None:
         self.checkpoint = make_tiny_model("qwen3", directory)
+        self.log = directory / "logs" / "sglang_engine_0_node_0.log"
         self.owner = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.engine_owner", str(self.checkpoint), str(directory / "logs")],
             cwd=REPO,
@@ -45,7 +46,7 @@ class Engine:
         )
         self.supervisors = json.loads(self.owner.stdout.readline())["supervisors"]
         line = self.owner.stdout.readline()
-        assert line, "the server did not start: " + (directory / "logs" / "sglang_engine_0_node_0.log").read_text()
+        assert line, "the server did not start: " + self.log.read_text()
         urls = json.loads(line)
         self.server, self.router = urls["server"], urls["router"]
         self.client = EngineClient(self.server)
@@ -113,6 +114,7 @@ def test_server_describes_itself(engine):
     info = engine.client.server_info()
     assert (info["device"], info["attention_backend"], info["sampling_backend"]) == ("cpu", "torch_native", "pytorch")
     assert info["disable_radix_cache"] is False
+    assert "Freezing GC in Scheduler" in engine.log.read_text()  # a flush would take half a second otherwise
 
 
 def test_log_probs_equal_transformers(engine):
@@ -146,6 +148,20 @@ def test_samples_do_not_depend_on_arrival_or_batch(engine):
     engine.client.flush_cache()
     for i in jobs[::5]:
         assert sampled(engine.generate(prompts[i], seed=1000 + i)) == expected[i]
+
+
+def test_one_seed_gives_each_entry_of_a_list_its_own(engine):
+    """Equal prompts in one request with one seed, through the router: entry i draws as if alone with seed + i."""
+    body = {
+        "input_ids": [[8, 9, 10]] * 6,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True, "sampling_seed": 50},
+        "return_logprob": True,
+    }
+    status, text = http_request("POST", f"{engine.router}/generate", body, timeout=300)
+    assert status == 200, text
+    together = [sampled(answer) for answer in json.loads(text)]
+    assert together == [sampled(engine.generate([8, 9, 10], seed=50 + i)) for i in range(6)]
+    assert len({tuple(tokens) for tokens, _ in together}) == 6
 
 
 def test_filtered_sampling_is_seeded_too(engine):

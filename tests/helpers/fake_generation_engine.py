@@ -30,6 +30,12 @@ def random_reply(input_ids: list[int], sampling_params: dict[str, Any]) -> Reply
     return Reply([rng.randrange(1, 50) for _ in range(rng.randint(1, 8))])
 
 
+def _of_entry(params: dict[str, Any], i: int) -> dict[str, Any]:
+    """Parameters of entry i of a list: a seed counts up from entry to entry."""
+    seed = params.get("sampling_seed")
+    return params if seed is None else params | {"sampling_seed": seed + i}
+
+
 @dataclass
 class FakeEngine:
     """Use as a context manager; `url` is the base URL of both the engine and the router.
@@ -100,7 +106,7 @@ class FakeEngine:
             return web.json_response({"error": {"message": "told to fail"}}, status=self.failures.pop(0))
         ids, params = body["input_ids"], body["sampling_params"]
         if ids and isinstance(ids[0], list):
-            params = params if isinstance(params, list) else [params] * len(ids)
+            params = params if isinstance(params, list) else [_of_entry(params, i) for i in range(len(ids))]
             answers = await asyncio.gather(*(self._one(i, p) for i, p in zip(ids, params, strict=True)))
         else:
             answers = await self._one(ids, params)

@@ -79,6 +79,10 @@ class FakeManager:
     def __init__(self, args, placement) -> None:
         self._args = args
 
+    def prepare(self) -> None:
+        if error := getattr(self._args, "unprepared", None):
+            raise ValueError(error)
+
     def start(self) -> None:
         pass
 

@@ -89,6 +89,7 @@ def rollout_args(url: str = "http://127.0.0.1:1", **changes: Any) -> Namespace:
         "advantage_estimator": "grpo",
         "rewards_normalization": True,
         "grpo_std_normalization": True,
+        "log_multi_turn": False,
         "log_passrate": False,
         "log_reward_category": None,
     }

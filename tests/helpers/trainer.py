@@ -98,8 +98,17 @@ def trainer_args(model: str, hf_checkpoint: str | Path, *megatron_flags_: str, *
     return Namespace(**values, megatron_argv=[*argv, *megatron_flags_])
 
 
-def make_rollout(seed: int, samples: int = 8, prompt: tuple[int, int] = (2, 9), response: tuple[int, int] = (1, 12)):
-    """Random ragged train data: a dict of per-sample lists, with rewards, rollout log-probs and some masked tokens."""
+def make_rollout(
+    seed: int,
+    samples: int = 8,
+    prompt: tuple[int, int] = (2, 9),
+    response: tuple[int, int] = (1, 12),
+    without_response: int | None = None,
+) -> dict[str, list[Any]]:
+    """Random ragged train data: a dict of per-sample lists, with rewards, rollout log-probs and some masked tokens.
+
+    without_response: position of a sample whose prompt nobody answered.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -109,12 +118,14 @@ def make_rollout(seed: int, samples: int = 8, prompt: tuple[int, int] = (2, 9), 
 
     data: dict[str, list[Any]] = {key: [] for key in ("tokens", "response_lengths", "loss_masks", "rewards")}
     data["rollout_log_probs"] = []
-    for _ in range(samples):
+    for position in range(samples):
         n_prompt, n_response = randint(*prompt), randint(*response)
+        if position == without_response:
+            n_response = 0
         data["tokens"].append(torch.randint(3, VOCAB, (n_prompt + n_response,), generator=generator))
         data["response_lengths"].append(n_response)
         mask = torch.rand(n_response, generator=generator) > 0.25
-        mask[0] = True
+        mask[:1] = True
         data["loss_masks"].append(mask.int())
         data["rewards"].append(float(torch.randn(1, generator=generator)))
         data["rollout_log_probs"].append(-5.0 + 0.3 * torch.randn(n_response, generator=generator))

@@ -186,7 +186,7 @@ def check_debug_dump_holds_what_was_trained(hf: str, scratch: Path) -> None:
     with open_trainer(trainer_args("qwen3", hf, global_batch_size=4, save_debug_train_data=template), 0, 1) as trainer:
         train_rollouts(trainer, range(1))
     dump = torch.load(scratch / "dump_0_0.pt", weights_only=False)
-    data = make_rollout(0)
+    data = make_rollout(0, without_response=7)
     assert dump["format_version"] == 2 and len(dump["samples"]) == 8
     for index, sample in enumerate(dump["samples"]):
         assert sample["rollout_position"] == sample["sample_index"] == index
@@ -237,6 +237,39 @@ def check_bad_data_are_named(hf: str, scratch: Path) -> None:
         share = rank_share(trainer.args, trainer.parallel_config, 0, data)
         error = error_of(FloatingPointError, trainer.train, 7, share)
         assert "sample 5" in error and "rollout 7 step 0" in error, error
+
+
+def check_a_sample_without_response_trains_nothing(hf: str, scratch: Path) -> None:
+    """In a micro-batch of its own or packed with others, under every loss: all numbers are finite, and the weights
+    after two steps do not depend on what the sample's prompt says.
+    """
+    import math
+
+    import numpy as np
+
+    packed = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 60}
+    terms = GRPO | {"use_tis": True, "normalize_advantages": True, "use_opsm": True, "entropy_coef": 0.1}
+    cases: list[dict[str, Any]] = [
+        SFT,
+        {"calculate_per_token_loss": True},
+        packed | terms | {"advantage_estimator": "gspo"},
+        terms | {"advantage_estimator": "cispo", "use_rollout_logprobs": True, "use_tis": False},
+        {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "normalize_advantages": True},
+    ]
+    for values in cases:
+        with_ref = bool(values.get("use_kl_loss") or values.get("kl_coef"))
+        weights = []
+        for token in (5, 77):
+            with open_trainer(trainer_args("qwen3", hf, ref_load=hf, **values), 0, 1, with_ref=with_ref) as trainer:
+                for rollout_id in range(2):
+                    data = make_rollout(rollout_id, without_response=3)
+                    data["tokens"][3][:] = token
+                    share = rank_share(trainer.args, trainer.parallel_config, 0, data)
+                    metrics = trainer.train(rollout_id, share)
+                    assert all(math.isfinite(value) for value in metrics.values()), (values, metrics)
+                weights.append(hf_weights(trainer))
+        assert metrics["train/grad_norm"] > 0
+        assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0]), values
 
 
 def check_nothing_to_start_from(hf: str, scratch: Path) -> None:

@@ -40,12 +40,15 @@ def open_trainer(args: Namespace, rank: int, world_size: int, with_ref: bool = F
 
 
 def train_rollouts(trainer: Any, rollout_ids: range, samples: int = 8) -> list[dict[str, float]]:
-    """Metrics of each rollout, the same on every rank; rollout i is `make_rollout(i)`."""
+    """Metrics of each rollout, the same on every rank; rollout i is `make_rollout(i)`.
+
+    Its last sample has no response: in every layout such a sample flows through and changes nothing.
+    """
     import torch.distributed as dist
 
     collected = []
     for rollout_id in rollout_ids:
-        data = make_rollout(rollout_id, samples)
+        data = make_rollout(rollout_id, samples, without_response=samples - 1)
         share = rank_share(trainer.args, trainer.parallel_config, trainer.dp_rank, data)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, trainer.train(rollout_id, share))

@@ -1,4 +1,4 @@
-"""The house keeps its shape: imports point down, files stay short, importing slime is quick and has no side effects."""
+"""The house keeps its shape: imports point down, files stay short, importing slime is quick and light."""
 
 import ast
 import subprocess
@@ -9,11 +9,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted([*ROOT.glob("slime/**/*.py"), *ROOT.glob("slime_plugins/**/*.py"), *ROOT.glob("tools/**/*.py"), ROOT / "train.py"])
+SOURCES = sorted(
+    [*ROOT.glob("slime/**/*.py"), *ROOT.glob("slime_plugins/**/*.py"), *ROOT.glob("tools/**/*.py"), ROOT / "train.py"]
+)
 
 # room -> packages it must not import (a room is the longest prefix that matches)
 FORBIDDEN = {
-    "slime/utils": ("ray", "megatron", "mbridge", "sglang", "slime.ray", "slime.backends", "slime.rollout", "slime.observability"),
+    "slime/utils": (
+        "ray",
+        "megatron",
+        "mbridge",
+        "sglang",
+        "slime.ray",
+        "slime.backends",
+        "slime.rollout",
+        "slime.observability",
+    ),
     "slime/observability": ("ray", "megatron", "sglang", "slime.ray", "slime.backends", "slime.rollout"),
     "slime/rollout": ("ray", "megatron", "sglang", "slime.ray", "slime.backends"),
     "slime/backends/sglang_utils": ("ray", "megatron", "slime.ray", "slime.rollout", "slime.backends.megatron_utils"),
@@ -32,7 +43,9 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found += [(node.lineno, node.module)] + [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+            found += [(node.lineno, node.module)] + [
+                (node.lineno, f"{node.module}.{alias.name}") for alias in node.names
+            ]
     return found
 
 
@@ -62,7 +75,9 @@ def test_files_and_functions_stay_short():
             long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno > 60:
-                long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno} lines")
+                long.append(
+                    f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno} lines"
+                )
     assert (ROOT / "train.py").read_text().count("\n") <= 100
     assert not long, "\n".join(long)
 
@@ -83,10 +98,13 @@ def test_every_public_function_is_documented_and_annotated():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("module, seconds", [("slime", 0.5), ("slime.utils.arguments", 1.0), ("slime.utils.types", 0.5)])
+@pytest.mark.parametrize(
+    "module, seconds", [("slime", 0.5), ("slime.utils.arguments", 1.0), ("slime.utils.types", 0.5)]
+)
 def test_import_is_quick_and_light(module, seconds):
     """The driver and user plug-ins import these; torch alone would take seconds."""
-    code = f"import sys, {module}; print([m for m in ('torch', 'megatron', 'sglang', 'transformers', 'ray') if m in sys.modules])"
+    heavy = ("torch", "megatron", "sglang", "transformers", "ray")
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     best = float("inf")
     for _ in range(3):  # the machine may be busy: the best of three
         start = time.perf_counter()
@@ -101,3 +119,9 @@ def _interpreter_seconds() -> float:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", "pass"], check=True)
     return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]])
+def test_ruff_is_content(command):
+    result = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout

@@ -170,10 +170,10 @@ def _check_lengths(data: dict[str, Any], count: int) -> None:
     indices = data.get("sample_indices") or range(count)
     rows = (data["tokens"], data["total_lengths"], data["loss_masks"], data["response_lengths"])
     for index, tokens, total, mask, response in zip(indices, *rows, strict=True):
-        if len(tokens) != total or len(mask) != response or not 0 < response < total:
+        if len(tokens) != total or len(mask) != response or not 0 <= response < total:
             raise ValueError(
                 f"sample {index}: {len(tokens)} tokens, total_length {total}, response_length {response}, loss mask "
-                f"of {len(mask)}; tokens must equal total_length, the mask response_length, and 0 < response < total"
+                f"of {len(mask)}; tokens must equal total_length, the mask response_length, and 0 <= response < total"
             )
 
 

@@ -17,7 +17,6 @@ from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.training import get_megatron_optimizer_config, get_model
@@ -26,6 +25,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.data import FORWARD_KEYS, TRAIN_KEYS, DataIterator, get_batch
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
+from slime.backends.megatron_utils.schedule import Schedule, make_schedule
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.utils.misc import load_function
 
@@ -40,7 +40,7 @@ class TrainState:
 
     model: list[torch.nn.Module]
     optimizer: Any | None
-    scheduler: OptimizerParamScheduler | None
+    scheduler: Schedule | None
 
 
 def setup_model_and_optimizer(args: Namespace) -> TrainState:
@@ -60,36 +60,9 @@ def setup_model_and_optimizer(args: Namespace) -> TrainState:
     optimizer = get_megatron_optimizer(
         config, model, config_overrides=overrides, use_gloo_process_groups=args.use_gloo_process_groups
     )
-    scheduler = make_scheduler(args, optimizer)
+    scheduler = make_schedule(args, optimizer)
     _connect_schedule(args, model, optimizer)
     return TrainState(model, optimizer, scheduler)
-
-
-def make_scheduler(args: Namespace, optimizer: Any) -> OptimizerParamScheduler:
-    """Learning-rate and weight-decay schedule, counted in samples: iterations of the flags times global_batch_size."""
-    batch = args.global_batch_size
-    decay_iters = args.lr_decay_iters or args.train_iters
-    if args.lr_warmup_fraction is not None:
-        warmup_steps = args.lr_warmup_fraction * decay_iters * batch
-    else:
-        warmup_steps = args.lr_warmup_iters * batch
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=args.lr_warmup_init,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=warmup_steps,
-        lr_decay_steps=decay_iters * batch,
-        lr_decay_style=args.lr_decay_style,
-        start_wd=args.start_weight_decay,
-        end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_iters * batch,
-        wd_incr_style=args.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
-        wsd_decay_steps=None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * batch,
-        lr_wsd_decay_style=args.lr_wsd_decay_style,
-    )
 
 
 def _connect_schedule(args: Namespace, model: list[torch.nn.Module], optimizer: Any) -> None:

@@ -20,6 +20,7 @@ from slime.utils.engine_client import EngineClient, EngineError
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = Path(__file__).parent / "child.py"
+SERVER_MAIN = Path(__file__).parent / "server_main.py"
 STOP_GRACE = 2.0
 
 
@@ -99,8 +100,7 @@ class ManagedProcess:
 
 
 class SGLangServer(ManagedProcess):
-    """`python -m sglang.launch_server` for one engine (one node of it). Starting takes tens of seconds: construct,
-    then `wait_ready`."""
+    """The SGLang server of one engine (one node of it). It starts in tens of seconds: construct, then `wait_ready`."""
 
     def __init__(
         self,
@@ -140,7 +140,8 @@ class SGLangServer(ManagedProcess):
         self.client = EngineClient(self.url, api_key=self.fields.get("api_key"))
         super().__init__(
             name=f"SGLang engine {rank} ({self.url})",
-            command=[sys.executable, "-m", "sglang.launch_server", *to_command_line(self.fields)],
+            # -P: modules beside the script must not shadow those of others
+            command=[sys.executable, "-P", str(SERVER_MAIN), *to_command_line(self.fields)],
             env=server_env(args, environ, tp_size=self.fields["tp_size"]),
             log_path=Path(log_dir) / f"sglang_engine_{rank}_node_{node_rank}.log",
         )
@@ -150,6 +151,7 @@ class SGLangServer(ManagedProcess):
         if self.node_rank == 0:
             self.wait_until(lambda: self._answers("/health"), timeout, "/health")
             self.wait_until(lambda: self._answers("/health_generate"), timeout, "/health_generate")
+            self.client.freeze_gc()
         self.check_alive()
         self._reservation.close()
         logger.info("%s is ready after %.1f s", self.name, time.monotonic() - self._started)

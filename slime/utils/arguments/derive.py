@@ -38,7 +38,7 @@ def derive(a: Namespace, given: Mapping[str, str], environ: Mapping[str, str]) -
     _algorithm(a)
     problems = _evaluation(a)
     _context_length(a)
-    _megatron(a)
+    _megatron(a, given)
     _engines(a)
     a.log_dir = a.log_dir or _default_log_dir(a.save)
     return problems
@@ -167,8 +167,11 @@ def _context_length(a: Namespace) -> None:
         a.rollout_max_prompt_len = a.rollout_max_context_len - 1
 
 
-def _megatron(a: Namespace) -> None:
+def _megatron(a: Namespace, given: Mapping[str, str]) -> None:
     """What slime decides for Megatron, whatever its defaults are."""
+    for dropout in ("attention_dropout", "hidden_dropout"):
+        if dropout not in given:
+            setattr(a, dropout, 0.0)
     a.use_distributed_optimizer = True
     a.ckpt_assume_constant_structure = a.ckpt_fully_parallel_load = True
     if a.seq_length is None:

@@ -91,24 +91,13 @@ def warnings(a: Namespace, given: Mapping[str, str], asked_load: str | None) -> 
         found.append(f"--load {asked_load} holds no checkpoint; training starts from {a.load}")
     if a.num_rollout == 0 and a.eval_interval is None:
         found.append("--num-rollout 0 without --eval-interval: nothing will be trained or evaluated")
-    if a.rollout_top_p != 1 or a.rollout_top_k != -1:
+    if a.rm_type == "exact" and not (a.rollout_skip_special_tokens or a.debug_train_only):
         found.append(
-            f"--rollout-top-p {a.rollout_top_p:g} --rollout-top-k {a.rollout_top_k}: responses come from a truncated "
-            "distribution, the trainer scores them under the full one"
+            "--rm-type exact without --rollout-skip-special-tokens: the graded text ends in the stop token's text "
+            "(such as <|im_end|>), which a label rarely does, so the reward would be 0"
         )
     if a.advantage_estimator == "cispo" and a.eps_clip < 1:
         found.append(
             f"--eps-clip {a.eps_clip:g} with cispo cuts small ratios; the method has no lower bound (--eps-clip 1)"
         )
-    alone = (
-        a.n_samples_per_prompt == 1
-        and a.advantage_estimator in ("grpo", "gspo", "cispo")
-        and a.loss_type == "policy_loss"
-    )
-    if (
-        alone
-        and a.rewards_normalization
-        and not (a.custom_advantage_function_path or a.custom_reward_post_process_path)
-    ):
-        found.append("--n-samples-per-prompt 1: a group of one has advantage 0, so nothing is learned")
     return found

@@ -51,6 +51,7 @@ class CommandLineCase:
             "--rollout-batch-size": "8",
             "--n-samples-per-prompt": "4",
             "--global-batch-size": "32",
+            "--rollout-max-response-len": "16",
             "--actor-num-gpus-per-node": "2",
             "--rollout-num-gpus": "2",
             **MODEL,

@@ -21,9 +21,49 @@ RULES = {
     ),
     "negative temperature": (("--rollout-temperature", "-1"), ("is -1",), ()),
     "eval temperature": (("--eval-temperature", "-0.5"), ("is -0.5, must be >= 0",), ("--eval-temperature", "0")),
-    "top p": (("--rollout-top-p", "0"), ("(0, 1]",), ("--rollout-top-p", "0.9")),
+    "top p": (
+        ("--rollout-top-p", "0.9"),
+        ("0.9 is not supported yet: the trainer would need the tokens", "try: --rollout-top-p 1"),
+        ("--rollout-top-p", "1.0"),
+    ),
     "eval top p": (("--eval-top-p", "1.5"), ("--eval-top-p: is 1.5",), ("--eval-top-p", "1")),
-    "top k": (("--rollout-top-k", "0"), ("-1 (off)",), ("--rollout-top-k", "5")),
+    "top k": (
+        ("--rollout-top-k", "5"),
+        ("5 is not supported yet: the trainer would need the tokens", "try: --rollout-top-k -1"),
+        ("--rollout-top-k", "-1"),
+    ),
+    "eval top k": (("--eval-top-k", "0"), ("-1 (off)",), ("--eval-top-k", "5")),
+    "min p of the engines": (
+        ("--sglang-preferred-sampling-params", '{{"min_p": 0.1}}'),
+        ("--sglang-preferred-sampling-params: min_p 0.1 is not supported",),
+        ("--sglang-preferred-sampling-params", '{{"ignore_eos": true}}'),
+    ),
+    "a group to compare with": (
+        ("--n-samples-per-prompt", "1", "--global-batch-size", "8"),
+        ("1 with --advantage-estimator grpo", "a group of one is 0", "--disable-rewards-normalization"),
+        ("--n-samples-per-prompt", "1", "--global-batch-size", "8", "--disable-rewards-normalization"),
+    ),
+    "a group to compare with, for supervised training": (
+        ("--n-samples-per-prompt", "1", "--global-batch-size", "8", "--advantage-estimator", "gspo"),
+        ("--n-samples-per-prompt: 1 with --advantage-estimator gspo",),
+        ("--n-samples-per-prompt", "1", "--global-batch-size", "8", "--loss-type", "sft_loss"),
+    ),
+    "a group to compare with, made by the user": (
+        ("--n-samples-per-prompt", "1", "--global-batch-size", "8"),
+        ("--n-samples-per-prompt",),
+        ("--n-samples-per-prompt", "1", "--global-batch-size", "8", "--custom-reward-post-process-path", "os.getcwd"),
+    ),
+    "attention dropout": (
+        ("--attention-dropout", "0.1"),
+        ("--attention-dropout: is 0.1, must be 0", "the same policy", "try: --attention-dropout 0"),
+        ("--attention-dropout", "0.0"),
+    ),
+    "hidden dropout": (("--hidden-dropout", "0.2"), ("--hidden-dropout: is 0.2",), ("--hidden-dropout", "0")),
+    "backend of the device": (
+        ("--distributed-backend", "nccl"),
+        ("--distributed-backend: nccl is not supported with --accelerator cpu", "try: --distributed-backend gloo"),
+        ("--distributed-backend", "gloo"),
+    ),
     "KL in rewards that have none": (
         ("--kl-coef", "0.01", "--ref-load", "{hf}"),
         ("0.01 has no effect with --advantage-estimator grpo", "try: --use-kl-loss --kl-loss-coef 0.01"),
@@ -40,7 +80,7 @@ RULES = {
     "KL with a custom advantage": (
         ("--kl-coef", "0.01", "--ref-load", "{hf}"),
         ("--kl-coef",),
-        ("--kl-coef", "0.01", "--ref-load", "{hf}", "--custom-advantage-function-path", "a.b"),
+        ("--kl-coef", "0.01", "--ref-load", "{hf}", "--custom-advantage-function-path", "os.path.join"),
     ),
     "two KL terms": (
         ("--kl-coef", "0.01", "--kl-loss-coef", "0.02", "--use-kl-loss", "--ref-load", "{hf}"),
@@ -60,7 +100,7 @@ RULES = {
     "mismatch metrics": (
         ("--get-mismatch-metrics",),
         ("--custom-tis-function-path",),
-        ("--get-mismatch-metrics", "--custom-tis-function-path", "a.b"),
+        ("--get-mismatch-metrics", "--custom-tis-function-path", "os.path.join"),
     ),
     "TIS bounds": (
         ("--use-tis", "--tis-clip-low", "3"),
@@ -70,7 +110,7 @@ RULES = {
     "custom loss": (
         ("--loss-type", "custom_loss"),
         ("--custom-loss-function-path",),
-        ("--loss-type", "custom_loss", "--custom-loss-function-path", "a.b"),
+        ("--loss-type", "custom_loss", "--custom-loss-function-path", "os.path.join"),
     ),
     "dual clip": (("--eps-clip-c", "1"), ("--eps-clip-c: is 1, must be > 1",), ("--eps-clip-c", "3")),
     "clip range": (("--eps-clip-high", "-0.1"), ("--eps-clip-high: is -0.1",), ("--eps-clip-high", "0.3")),
@@ -308,6 +348,21 @@ RULES = {
         ("nowhere.pt does not exist",),
         ("--load-debug-rollout-data", "{data}"),
     ),
+    "plug-in's module exists": (
+        ("--custom-rm-path", "no_such_package.rewards.score"),
+        ("--custom-rm-path: no_such_package.rewards.score", "No module named 'no_such_package'"),
+        ("--custom-rm-path", "json.decoder.no_such_name"),
+    ),
+    "plug-in's module exists in its package": (
+        ("--custom-loss-function-path", "json.rewards.score", "--loss-type", "custom_loss"),
+        ("there is no module 'json.rewards'", "try: --custom-loss-function-path package.module.name"),
+        (),
+    ),
+    "plug-in's file exists": (
+        ("--custom-generate-function-path", "{hf}/agent.py:generate"),
+        ("agent.py does not exist",),
+        ("--custom-generate-function-path", __file__ + ":anything"),
+    ),
     "model agrees: size": (
         ("--hidden-size", "49"),
         ("--hidden-size: is 49, and hidden_size in config.json is 48", "try: --hidden-size 48"),
@@ -348,8 +403,11 @@ def test_batch_of_zero_steps_names_the_four_numbers(case):
 
 def test_evaluation_only_needs_no_batches(case):
     data = str(case.directory / "train.jsonl")
-    without = ("--global-batch-size", "--prompt-data")
-    args = case.args("--eval-prompt-data", "held", data, without=without, num_rollout=0, eval_interval=1)
+    without = ("--global-batch-size", "--prompt-data", "--rollout-max-response-len")
+    problem = case.only_problem("--eval-prompt-data", "held", data, without=without, num_rollout=0, eval_interval=1)
+    assert problem.startswith("--rollout-max-response-len: ")
+    more = ("--eval-prompt-data", "held", data, "--eval-max-response-len", "9")
+    args = case.args(*more, without=without, num_rollout=0, eval_interval=1)
     assert args.num_rollout == 0
 
 
@@ -359,6 +417,7 @@ def test_evaluation_only_needs_no_batches(case):
         ("--rollout-batch-size", "is required"),
         ("--global-batch-size", "try: --global-batch-size 32"),
         ("--num-rollout", "the length of the run"),
+        ("--rollout-max-response-len", "try: --rollout-max-response-len 1024"),
         ("--rollout-num-gpus", "--colocate"),
         ("--prompt-data", "nothing to train on"),
         ("--num-layers", "try: --num-layers 6"),
@@ -419,6 +478,16 @@ def test_interleaved_pipeline_multiplies_the_micro_batch_unit(case):
     text = case.only_problem(*layout, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "9", global_batch_size=1)
     assert "1 samples < 1 data-parallel ranks x 2 micro-batches per virtual stage = 2" in text
     case.args(*layout, "--use-dynamic-batch-size", "--max-tokens-per-gpu", "9", global_batch_size=2)
+
+
+def test_training_alone_needs_no_response_length(case):
+    case.args("--debug-train-only", without=("--rollout-max-response-len",))
+
+
+def test_there_is_no_dropout_unless_asked_for(case):
+    """Megatron's own default is 0.1."""
+    args = case.args()
+    assert args.attention_dropout == args.hidden_dropout == 0.0
 
 
 def test_checks_change_nothing(case):

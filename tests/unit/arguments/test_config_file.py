@@ -10,7 +10,8 @@ def config(case, text: str) -> str:
 
 
 def test_values_are_derived_from_the_file(case):
-    args = case.args(custom_config_path=config(case, "eps_clip: 0.4\nn_samples_per_prompt: 1\nglobal_batch_size: 8\n"))
+    text = "eps_clip: 0.4\nn_samples_per_prompt: 1\nglobal_batch_size: 8\nrewards_normalization: false\n"
+    args = case.args(custom_config_path=config(case, text))
     assert (args.eps_clip, args.eps_clip_high) == (0.4, 0.4)
     assert args.grpo_std_normalization is False
 

@@ -20,9 +20,12 @@ RULES = [
     ),
     (("--num-epoch", "9"), "--num-epoch has no effect: --num-rollout wins", ()),
     (("--seq-length", "9"), "--seq-length has no effect", ()),
-    (("--rollout-top-p", "0.9"), "truncated", ("--rollout-top-p", "1.0")),
+    (
+        ("--rm-type", "exact"),
+        "--rm-type exact without --rollout-skip-special-tokens",
+        ("--rm-type", "exact", "--rollout-skip-special-tokens"),
+    ),
     (("--advantage-estimator", "cispo"), "no lower bound", ("--advantage-estimator", "cispo", "--eps-clip", "1")),
-    (("--n-samples-per-prompt", "1", "--global-batch-size", "8"), "advantage 0", ()),
     (("--load", "nowhere"), "--load nowhere holds no checkpoint", ("--load", "nowhere", "--save", "nowhere")),
     (("--num-rollout", "0"), "nothing will be trained", ()),
     (

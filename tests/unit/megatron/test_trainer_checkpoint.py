@@ -69,6 +69,28 @@ def test_a_step_can_be_chosen_by_its_directory(one_rank):
     assert one_rank["interrupted"]["start_from_iter_1_directory"] == 2
 
 
+def test_a_run_of_constant_learning_rate_can_be_made_longer(one_rank):
+    """Neither its decay nor its weight decay depends on the length, so no flag is needed."""
+    start, metrics = one_rank["longer"]["constant"]
+    assert start == 1 and metrics["train/lr-pg_0"] == pytest.approx(1e-3) and metrics["train/grad_norm"] > 0
+
+
+def test_a_longer_decay_is_refused_until_the_user_chooses(one_rank):
+    """5 or 9 rollouts of 8 samples; after two of them a linear decay stands at 1 - 2/5 or 1 - 2/9."""
+    longer = one_rank["longer"]
+    for part in (
+        "learning-rate decay in samples was 40, is 72",
+        "--override-opt-param-scheduler",
+        "--use-checkpoint-opt-param-scheduler",
+        "--num-rollout",
+    ):
+        assert part in longer["refused"]
+    assert "weight" not in longer["refused"]
+    for flag, length in (("--override-opt-param-scheduler", 9), ("--use-checkpoint-opt-param-scheduler", 5)):
+        start, metrics = longer[flag]
+        assert start == 1 and metrics["train/lr-pg_0"] == pytest.approx(1e-3 * (1 - 2 / length))
+
+
 def assert_continues_exactly(result):
     expected_metrics, expected_weights = result["expected"]
     start, metrics, weights = result["same"]
@@ -81,7 +103,39 @@ def assert_continues_exactly(result):
 
 def _one_rank(rank, world_size, hf, directory):
     resume = run_resume(rank, world_size, hf, f"{directory}/resume", [], {})
-    return {"resume": resume, "interrupted": _interrupted_save(hf, Path(directory) / "interrupted")}
+    root = Path(directory)
+    return {
+        "resume": resume,
+        "interrupted": _interrupted_save(hf, root / "interrupted"),
+        "longer": _longer(hf, root / "longer"),
+    }
+
+
+def _longer(hf, root):
+    """Saves after the first of 5 rollouts, with constant and with linear decay; goes on as a run of 9."""
+    from slime.backends.megatron_utils.initialize import shutdown_megatron
+
+    def train(directory, num_rollout, *flags):
+        values = {"save": str(directory), "load": str(directory), "num_rollout": num_rollout}
+        with open_trainer(trainer_args("qwen3", hf, *flags, **values), 0, 1) as trainer:
+            start = trainer.start_rollout_id
+            (metrics,) = train_rollouts(trainer, range(start, start + 1))
+            if start == 0:
+                trainer.save_model(0)
+        return start, metrics
+
+    linear = ("--lr-decay-style", "linear")
+    train(root / "constant", 5)
+    train(root / "linear", 5, *linear)
+    result = {"constant": train(root / "constant", 9)}
+    try:
+        train(root / "linear", 9, *linear)
+    except ValueError as error:
+        result["refused"] = str(error)
+        shutdown_megatron()
+    for flag in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
+        result[flag] = train(root / "linear", 9, *linear, flag)
+    return result
 
 
 def _interrupted_save(hf, root):

@@ -59,7 +59,8 @@ def initial(hf):
 def assert_same_training(result, reference, initial, tolerance=1e-5):
     """Metrics relative to their size, or to the resolution of the log-probs (about 6) that some are differences of.
 
-    Weights relative to the largest change of their tensor since the start.
+    Weights relative to the largest change of their tensor since the start, and to their own resolution: each of the
+    four updates rounds a weight by up to 6e-8 of it.
     """
     (metrics, weights), (expected_metrics, expected_weights) = result, reference
     for rollout, expected in zip(metrics, expected_metrics, strict=True):
@@ -70,7 +71,7 @@ def assert_same_training(result, reference, initial, tolerance=1e-5):
     for name, expected in expected_weights.items():
         change = np.abs(expected - initial[name]).max()
         assert change > 0, f"{name} was not trained"
-        assert np.abs(weights[name] - expected).max() <= tolerance * change + 1e-7 * np.abs(expected).max(), name
+        assert np.abs(weights[name] - expected).max() <= tolerance * change + 2.4e-7 * np.abs(expected).max(), name
 
 
 def reference_of(name):

@@ -26,6 +26,14 @@ def test_a_push_that_fails_with_all_engines_alive_fails_as_it_is(cluster):
         push_fails(client)
 
 
+def test_what_the_manager_cannot_prepare_is_the_error_of_the_first_wait(cluster):
+    args = make_args(num_rollout=None, num_epoch=1, unprepared="data.jsonl:3: malformed row")
+    with pytest.raises(ValueError, match="data.jsonl:3"):
+        RolloutClient(args, None, manager_cls=FakeManager).get_num_rollout_per_epoch()
+    with pytest.raises(ValueError, match="data.jsonl:3"):
+        RolloutClient(args, None, manager_cls=FakeManager).wait_until_started()
+
+
 def test_rollouts_per_epoch_only_without_num_rollout(cluster):
     client = RolloutClient(make_args(num_rollout=None, num_epoch=1), None, manager_cls=FakeManager)
     assert client.get_num_rollout_per_epoch() == 5

@@ -45,7 +45,13 @@ class FakePool:
 def make_manager(monkeypatch):
     monkeypatch.setattr(rollout, "EnginePool", FakePool)
     monkeypatch.setattr(rollout, "WATCH_INTERVAL_S", 0.05)
-    return lambda **changes: RolloutManager(make_args(**{"rollout_global_dataset": False, **changes}), None)
+
+    def make(**changes) -> RolloutManager:
+        manager = RolloutManager(make_args(**{"rollout_global_dataset": False, **changes}), None)
+        manager.prepare()
+        return manager
+
+    return make
 
 
 def test_a_rollout_becomes_one_object_per_data_parallel_rank(make_manager, cluster):

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 import train as driver
+from slime.ray import placement_group
 from slime.ray.rollout import RolloutBatch
 from tests.helpers.ray_args import make_args
 
@@ -17,9 +18,12 @@ class Run:
         self.logged: list[tuple[str, int, dict]] = []
         self.closed: str | None = None
         self.start, self.per_epoch = start, per_epoch
-        monkeypatch.setattr(driver, "create_placement_groups", lambda args: {"actor": None, "rollout": None})
-        monkeypatch.setattr(driver, "create_rollout_manager", lambda args, placement: (self, per_epoch))
-        monkeypatch.setattr(driver, "create_training_models", lambda args, placements, manager: (self, start))
+        for name, made in (
+            ("create_placement_groups", lambda args: {"actor": None, "rollout": None}),
+            ("create_rollout_manager", lambda args, placement: (self, per_epoch)),
+            ("create_training_models", lambda args, placements, manager: (self, start)),
+        ):
+            monkeypatch.setattr(placement_group, name, made)
         monkeypatch.setattr(driver, "Tracking", self._tracking)
         self.args = make_args(**changes)
 

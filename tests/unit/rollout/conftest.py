@@ -1,15 +1,15 @@
-"""Fixtures of the rollout tests: a fake engine, a tokenizer without files, and a fresh process-wide state for every test."""
+"""Fixtures of the rollout tests: a fake engine, a tokenizer without files, fresh process-wide state for every test."""
 
 from collections.abc import Iterator
 
 import pytest
-from tests.helpers.fake_generation_engine import FakeEngine
-from tests.helpers.rollout_args import CharTokenizer
 
 from slime.rollout import data_source, eval_rollout, generate_state
 from slime.utils.async_utils import run
 from slime.utils.http_utils import close_http_client
 from slime.utils.misc import SingletonMeta
+from tests.helpers.fake_generation_engine import FakeEngine
+from tests.helpers.rollout_args import CharTokenizer
 
 
 @pytest.fixture

@@ -98,7 +98,8 @@ def test_seeds_repeat_and_differ_between_samples(engine: FakeEngine, tmp_path):
     args = rollout_args(engine.url, eval_datasets=[config(tmp_path)], sglang_enable_deterministic_inference=True)
     first, second = evaluate(args), evaluate(args)
     assert [s.tokens for s in first["math"]["samples"]] == [s.tokens for s in second["math"]["samples"]]
-    assert len({r["sampling_params"]["sampling_seed"] for r in engine.requests}) == 6
+    requests = [(r["sampling_params"]["sampling_seed"], len(r["input_ids"])) for r in engine.requests]
+    assert len({seed + i for seed, entries in requests for i in range(entries)}) == 6
 
 
 def test_the_dataset_is_read_once_and_stays_as_it_is(engine: FakeEngine, tmp_path):

@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from slime.rollout import rm_hub
+from slime.rollout.generate_state import GenerateState
 from slime.rollout.rm_hub import async_rm, batched_async_rm, remote, unscored_counts
+from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample
+from tests.helpers.fake_generation_engine import Reply
+from tests.helpers.rollout_args import ListSource, groups_of, rollout_args
 
 
 def make_args(**values) -> Namespace:
@@ -267,3 +271,26 @@ def test_a_real_http_service_is_asked_over_a_client_of_this_loop():
 def test_public_names_are_importable():
     for name in ("async_rm", "batched_async_rm", "remote_rm", "get_deepscaler_rule_based_reward"):
         assert callable(getattr(rm_hub, name))
+
+
+def test_unscored_responses_are_counted_per_rollout(engine):
+    """Two rollouts of two groups of three; only the answers to the first prompt have no box."""
+    engine.reply = lambda *_: Reply([1])
+    args = rollout_args(
+        engine.url, custom_rm_path=None, rm_type="math", rollout_batch_size=2, over_sampling_batch_size=2
+    )
+    for rollout_id, boxed, expected in ((0, [False, True], 3), (1, [False, False], 6), (2, [True, True], None)):
+        groups = groups_of(["ab", "cde"], 3)
+        for group, has_box in zip(groups, boxed, strict=True):
+            for sample in group:
+                sample.label, sample.response = "1", r"\boxed{1}" if has_box else "1"
+        metrics = generate_rollout(args, rollout_id, ListSource(groups)).metrics
+        assert metrics.get("rollout/unscored/no_boxed_answer") == expected
+
+
+def test_min_p_is_refused_where_runs_must_repeat(engine):
+    args = rollout_args(engine.url, sglang_enable_deterministic_inference=True)
+    state, sample = GenerateState(args), Sample(index=7)
+    assert state.params_for(sample, {"min_p": 0.0})["sampling_seed"] >= 0
+    with pytest.raises(ValueError, match="index=7: sampling parameter min_p 0.1"):
+        state.params_for(sample, {"min_p": 0.1})

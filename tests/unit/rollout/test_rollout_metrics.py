@@ -85,6 +85,35 @@ def test_optional_numbers(samples):
     )
 
 
+def test_multi_turn_numbers(samples):
+    """Lengths 4, 8, 2, 6 with 3, 8, 2, 0 trained tokens; the limit is 6."""
+    args = rollout_args(log_multi_turn=True, rollout_max_response_len=6)
+    samples[0].metadata["round_number"], samples[2].metadata["round_number"] = 2, 5
+    found = {k: v for k, v in rollout_metrics(0, args, samples, None, 1.0).items() if k.startswith("multi_turn/")}
+    assert found == {
+        "multi_turn/raw_response_length/response_length_mean": 5.0,
+        "multi_turn/raw_response_length/response_length_max": 8.0,
+        "multi_turn/raw_response_length/response_length_min": 2.0,
+        "multi_turn/raw_response_length/response_length_clip_ratio": 0.5,
+        "multi_turn/wo_obs_response_length/response_length_mean": 13 / 4,
+        "multi_turn/wo_obs_response_length/response_length_max": 8.0,
+        "multi_turn/wo_obs_response_length/response_length_min": 0.0,
+        "multi_turn/multi_turn_metric/round_number_mean": 3.5,
+        "multi_turn/multi_turn_metric/round_number_max": 5.0,
+        "multi_turn/multi_turn_metric/round_number_min": 2.0,
+    }
+    for s in samples:
+        s.metadata.clear()
+    assert not any("round" in name for name in rollout_metrics(0, args, samples, None, 1.0))
+
+
+def test_pass_rates_of_a_rollout(samples):
+    """Groups (1, 1) and (0, 1)."""
+    metrics = rollout_metrics(0, rollout_args(log_passrate=True), samples, None, 1.0)
+    assert {k: v for k, v in metrics.items() if "passrate" in k} == {"passrate/pass@1": 0.75, "passrate/pass@2": 1.0}
+    assert not any("passrate" in name for name in rollout_metrics(0, rollout_args(), samples, None, 1.0))
+
+
 def test_rewards_that_are_no_numbers_are_left_to_the_post_process(samples):
     samples[0].reward = "good"
     metrics = rollout_metrics(0, rollout_args(), samples, None, 1.0)

@@ -68,16 +68,36 @@ def test_a_group_is_one_request_with_one_set_of_parameters(engine: FakeEngine):
 
 
 def test_deterministic_inference_gives_every_sample_its_own_seed(engine: FakeEngine):
-    """A router takes one set of parameters per request, so samples with own seeds travel alone; the seed depends on
-    the index only.
+    """A group travels in one request, whose entries draw with seeds that count up; a sample's seed depends on the
+    sample only.
     """
     args = rollout_args(engine.url, sglang_enable_deterministic_inference=True)
     output, _ = rollout(args, groups_of(PROMPTS, 3))
-    seeds = {r["sampling_params"]["sampling_seed"] for r in engine.requests}
-    assert seeds == {sampling_seed(42, i) for i in range(12)} and len(seeds) == 12
+    assert [len(r["input_ids"]) for r in engine.requests] == [3] * 4
+    first_seeds = [r["sampling_params"]["sampling_seed"] for r in engine.requests]
+    seeds = {seed + i for seed in first_seeds for i in range(3)}
+    assert seeds == {sampling_seed(42, s) for s in flatten_samples(output.samples)} and len(seeds) == 12
     first = [s.tokens for s in flatten_samples(output.samples)]
     again, _ = rollout(args, list(reversed(groups_of(PROMPTS[:4], 3))))
     assert [s.tokens for s in flatten_samples(again.samples)] == first
+
+
+def test_samples_share_a_request_only_if_it_gives_each_its_seed(engine: FakeEngine):
+    """A member is finished and another has less room left: whoever is asked for gets the draw of its own seed."""
+    args = rollout_args(
+        engine.url, sglang_enable_deterministic_inference=True, rollout_batch_size=1, over_sampling_batch_size=1,
+        n_samples_per_prompt=6,
+    )  # fmt: skip
+    alone = [flatten_samples(rollout(args, groups_of(["abc"], 6))[0].samples)[i].tokens for i in range(6)]
+    engine.requests.clear()
+    group = groups_of(["abc"], 6)[0]
+    group[2].tokens, group[2].response, group[2].response_length = [*ids("abc"), 7], "x", 1
+    group[2].rollout_log_probs, group[2].loss_mask, group[2].status = [-1.0], [1], Sample.Status.COMPLETED
+    group[2].reward = 0.0
+    output = flatten_samples(rollout(args, [group])[0].samples)
+    asked = [(r["sampling_params"]["sampling_seed"], r["input_ids"]) for r in engine.requests]
+    assert asked == [(sampling_seed(42, group[0]), [ids("abc")] * 2), (sampling_seed(42, group[3]), [ids("abc")] * 3)]
+    assert [s.tokens for s in output if s.index != 2] == [t for i, t in enumerate(alone) if i != 2]
 
 
 def test_consistent_hashing_routes_each_sample_by_its_session(engine: FakeEngine):

@@ -268,3 +268,18 @@ def test_a_key_of_the_wrong_length_is_named():
     data = convert_samples_to_train_data(rollout_args(), [sample(i, 0, float(i)) for i in range(4)]) | {"mine": [1]}
     with pytest.raises(ValueError, match="'mine' has 1 entries for 4 samples"):
         split_train_data_by_dp(split_args(), data, parallel(1))
+
+
+def test_samples_without_response_flow_through():
+    """One whose prompt filled the context and one that was given up before it had tokens: nobody recorded anything."""
+    full = Sample(index=1, group_index=0, reward=3.0, tokens=[4, 5, 6], status=Sample.Status.TRUNCATED)
+    nothing = Sample(index=2, group_index=0, reward=0.0, status=Sample.Status.FAILED)
+    data = convert_samples_to_train_data(rollout_args(), [sample(0, 0, 0.0), full, nothing])
+    assert data["tokens"] == [[7, 0, 1], [4, 5, 6], [0]] and data["response_lengths"] == [2, 0, 0]
+    assert data["loss_masks"] == [[1, 1], [], []] and data["rollout_mask_sums"] == [2, 0, 0]
+    assert data["rollout_log_probs"] == [[-0.5, -0.5], [], []]
+    assert data["rewards"] == pytest.approx([-0.57735, 1.154700, -0.57735], abs=1e-4), "they count in their group"
+    (shard,) = split_train_data_by_dp(split_args(global_batch_size=3), data, parallel(1))
+    assert [len(x) for x in shard["rollout_log_probs"]] == [2, 0, 0]
+    assert {x.dtype for x in shard["loss_masks"]} == {torch.int32}
+    assert convert_samples_to_train_data(rollout_args(), [full]).keys().isdisjoint({"rollout_log_probs"})

@@ -83,6 +83,14 @@ def test_every_operation_sends_what_sglang_expects(script):
     ]
 
 
+def test_garbage_collection_is_frozen_with_one_call(script):
+    EngineClient(script.url).freeze_gc()
+    assert [call[:3] for call in script.calls] == [("GET", "/freeze_gc", None)]
+    script.answers["/freeze_gc"] = [(500, "no")]
+    with pytest.raises(EngineError, match="/freeze_gc answered HTTP 500: no"):
+        EngineClient(script.url).freeze_gc()
+
+
 def test_memory_is_released_after_a_flush(script):
     EngineClient(script.url).release_memory_occupation(["kv_cache"])
     assert [call[:3] for call in script.calls] == [

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from argparse import Namespace
-from collections import Counter
 
 import pytest
 
@@ -92,24 +91,13 @@ def test_supervised_rows_train_the_answer_and_its_end_only(quickstart, reloaded)
 
 def test_prompts_of_the_two_files_are_disjoint_and_right(quickstart):
     train, held_out, sft = (rows(quickstart, name) for name in ("train", "heldout", "sft"))
-    assert (len(train), len(held_out), len(sft)) == (8100 - 256, 256, 4 * (8100 - 256))
+    assert (len(train), len(held_out), len(sft)) == (8100 - 256, 256, 8100 - 256)
     for row in train + held_out:
         a, b = row["prompt"].removesuffix("=").split("+")
         assert len(a) == len(b) == 2 and row["label"] == str(int(a) + int(b))
     prompts = [row["prompt"] for row in train + held_out]
     assert len(set(prompts)) == 8100  # so the two are disjoint, and every pair of numbers is in one of them
     assert {row["messages"][0]["content"] for row in sft} == {row["prompt"] for row in train}
-
-
-def test_the_teacher_is_right_half_of_the_time(quickstart):
-    """The warm-up cannot teach more than its demonstrations: the rest is left to reinforcement learning."""
-    labels = {row["prompt"]: int(row["label"]) for row in rows(quickstart, "train")}
-    errors = Counter()
-    for row in rows(quickstart, "sft"):
-        question, answer = (message["content"] for message in row["messages"])
-        errors[int(answer) - labels[question]] += 1
-    assert abs(errors[0] / errors.total() - 0.5) < 0.01
-    assert set(errors) == {0, *make_quickstart.TEACHER_ERRORS}
 
 
 def digests(directory) -> dict[str, str]:

@@ -18,9 +18,15 @@ LINES = [
         "eval/held-out-pass@2": 1,
     },
     {"rollout/step": 0, "time": 2.0, "rollout/raw_reward": 0.25, "train/grad_norm": 3.0, "perf/train_time": 1.0},
-    {"rollout/step": 2, "time": 3.0, "rollout/raw_reward": 0.5, "train/grad_norm": None},
-    {"rollout/step": 1, "time": 4.0, "rollout/raw_reward": 0.4, "train/train_rollout_logprob_abs_diff": 1e-6},
-    {"rollout/step": 2, "time": 5.0, "rollout/raw_reward": 0.75, "train/grad_norm": None},
+    {"rollout/step": 2, "time": 3.0, "rollout/raw_reward": 0.5, "perf/train_time": 9},
+    {
+        "rollout/step": 1,
+        "time": 4.0,
+        "perf/train_time": 0.5,
+        "rollout/raw_reward": 0.4,
+        "train/train_rollout_logprob_abs_diff": 1e-6,
+    },
+    {"rollout/step": 2, "time": 5.0, "rollout/raw_reward": 0.75, "perf/train_time": 2, "train/grad_norm": None},
     {"eval/step": 3, "time": 6.0, "eval/held-out": 0.875, "eval/held-out-truncated_ratio": 0.1},
 ]
 
@@ -78,7 +84,8 @@ def test_command_draws_a_picture_and_prints_a_table(metrics, tmp_path, capsys, m
     for name, values in {
         "eval/held-out": ("0.25", "0.875", "0.875"),
         "rollout/raw_reward": ("0.25", "0.75", "0.75"),
-        "train/grad_norm": ("3", "3", "3"),
+        "train/grad_norm": ("3", "", "3"),  # neither a large nor a small one is better
+        "perf/train_time": ("1", "0.5", "2"),
     }.items():
         assert tuple(cells[name].strip("│ ").replace(" ", "").split("│")[1:]) == values
     assert "train/entropy_loss" not in printed and str(out) in printed

@@ -1,6 +1,8 @@
 """The HTTP client: what is tried again and what is not, time-outs, reuse of connections, one session a loop."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -145,6 +147,29 @@ def test_engine_count_and_client_size(monkeypatch):
     assert get_rollout_num_engines(args) == 0
     args.rollout_num_engines = 3
     assert get_rollout_num_engines(args) == 3
+
+
+AT_EXIT = """
+from argparse import Namespace
+from slime.utils.http_utils import {names}
+init_http_client(Namespace(rollout_num_gpus=1, rollout_num_gpus_per_engine=1, sglang_server_concurrency=5,
+                           sglang_router_request_timeout_secs=7))
+{use}
+"""
+
+
+def test_a_process_that_ends_is_silent_with_and_without_requests():
+    async def main():
+        server = Server()
+        async with server:
+            uses = {"": "init_http_client", f"run(post({server.url!r}, {{}}))": "init_http_client, post, run"}
+            for use, names in uses.items():
+                command = [sys.executable, "-c", AT_EXIT.format(names=names, use=use)]
+                done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+                assert (done.stdout, done.stderr) == ("", "")
+        assert server.requests == 1
+
+    asyncio.run(main())
 
 
 # ---- the background loop ----

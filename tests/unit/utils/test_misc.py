@@ -33,7 +33,7 @@ def test_loading_is_memoised(tmp_path):
         ("nodots", ValueError, "'nodots': give package.module.name or path/to/file.py:name"),
         (".name", ValueError, "give package.module.name"),
         ("no_such_package.module.f", ImportError, "'no_such_package.module.f': importing.*No module named"),
-        ("os.path.no_such_name", AttributeError, "'os.path.no_such_name'.*has no 'no_such_name'"),
+        ("os.path.no_such_name", ImportError, "'os.path.no_such_name'.*has no 'no_such_name'"),
         ("/no/such/file.py:f", ImportError, "no file /no/such/file.py"),
     ],
 )

@@ -5,6 +5,9 @@ from collections.abc import Iterator, Mapping
 
 from slime.utils.arguments.flag import Problem
 
+# Sampling parameters of SGLang that change the distribution and that slime's requests leave open.
+SHAPING = frozenset({"min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"})
+GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 KL_IN_REWARD_ESTIMATORS = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
@@ -16,12 +19,22 @@ def check_sampling(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     if a.eval_temperature is not None and a.eval_temperature < 0:
         says = f"is {a.eval_temperature:g}, must be >= 0 (0 is greedy)"
         yield Problem(("--eval-temperature",), says, "--eval-temperature 0")
-    for flag, value in (("--rollout-top-p", a.rollout_top_p), ("--eval-top-p", a.eval_top_p)):
-        if value is not None and not 0 < value <= 1:
-            yield Problem((flag,), f"is {value:g}, must be within (0, 1]", f"{flag} 1.0")
-    for flag, value in (("--rollout-top-k", a.rollout_top_k), ("--eval-top-k", a.eval_top_k)):
-        if value is not None and value != -1 and value < 1:
-            yield Problem((flag,), f"is {value}, must be -1 (off) or at least 1", f"{flag} -1")
+    if a.eval_top_p is not None and not 0 < a.eval_top_p <= 1:
+        yield Problem(("--eval-top-p",), f"is {a.eval_top_p:g}, must be within (0, 1]", "--eval-top-p 1.0")
+    if a.eval_top_k is not None and a.eval_top_k != -1 and a.eval_top_k < 1:
+        yield Problem(("--eval-top-k",), f"is {a.eval_top_k}, must be -1 (off) or at least 1", "--eval-top-k -1")
+
+
+def check_whole_distribution(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Rollouts sample from the distribution that the trainer scores them under: softmax(logits / temperature)."""
+    why = "the trainer would need the tokens that were left to choose from at each position, which it does not get"
+    for flag, value, off in (("--rollout-top-p", a.rollout_top_p, 1), ("--rollout-top-k", a.rollout_top_k, -1)):
+        if value != off:
+            yield Problem((flag,), f"{value:g} is not supported yet: {why}; {off} is off", f"{flag} {off}")
+    preferred = a.sglang_preferred_sampling_params or {}
+    for name in sorted(SHAPING & preferred.keys()):
+        says = f"{name} {preferred[name]!r} is not supported: responses would come from another distribution than "
+        yield Problem(("--sglang-preferred-sampling-params",), says + "the one the trainer scores them under")
 
 
 def check_kl(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -55,6 +68,25 @@ def check_estimator(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]
     if a.group_rm and a.eval_datasets and a.eval_interval is not None and not a.custom_rm_path:
         says = "scores whole groups, and evaluation scores single samples"
         yield Problem(("--group-rm", "--eval-interval"), says, "--eval-config with custom_rm_path for each data set")
+
+
+def check_groups(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Rewards that are compared within a group need one. Functions of the user's may make larger groups."""
+    custom = (
+        a.custom_advantage_function_path
+        or a.custom_reward_post_process_path
+        or a.custom_convert_samples_to_train_data_path
+        or a.custom_generate_function_path
+        or "rollout_function_path" in given
+    )
+    trains = a.loss_type == "policy_loss" and a.compute_advantages_and_returns and a.num_rollout != 0
+    compares = a.rewards_normalization and a.advantage_estimator in GROUP_NORMALISED and not custom
+    if a.n_samples_per_prompt == 1 and trains and compares and not a.debug_rollout_only:
+        says = (
+            f"1 with --advantage-estimator {a.advantage_estimator}: reward - mean of a group of one is 0, so nothing "
+        )
+        legal = "--n-samples-per-prompt 8, or --disable-rewards-normalization"
+        yield Problem(("--n-samples-per-prompt",), says + "of the reward would be learned", legal)
 
 
 def check_corrections(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -108,8 +140,10 @@ def check_precision(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]
 
 CHECKS = (
     check_sampling,
+    check_whole_distribution,
     check_kl,
     check_estimator,
+    check_groups,
     check_corrections,
     check_loss,
     check_trained_parameters,

@@ -134,7 +134,11 @@ def check_sampling_batches(a: Namespace, given: Mapping[str, str]) -> Iterator[P
 
 
 def check_context_length(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """A prompt leaves room for at least one response token."""
+    """A response has a limit, and a prompt leaves room for at least one token of it."""
+    generates = a.num_rollout != 0 or any(data.max_response_len is None for data in a.eval_datasets)
+    if generates and not a.debug_train_only and a.rollout_max_response_len is None:
+        says = "is not given; it is the largest number of tokens of a response"
+        yield Problem(("--rollout-max-response-len",), says, "--rollout-max-response-len 1024")
     context, prompt = a.rollout_max_context_len, a.rollout_max_prompt_len
     if context is not None and prompt is not None and prompt > context - 1:
         room = f"at most {context} - 1 = {context - 1}"

@@ -1,14 +1,18 @@
 """Rules of paths: what must exist is there, and outputs do not overwrite each other."""
 
+import importlib.util
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from slime.utils.arguments.flag import Problem
+from slime.utils.arguments.groups import GROUPS
 from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint
 
 _SLICE = re.compile(r"@\[[^\]]*\]$")
+_PLUG_INS = {flag.dest for group in GROUPS for flag in group.flags if flag.dest.endswith("_path")}
+_PLUG_INS -= {"custom_config_path", "megatron_config_path"}
 
 
 def check_hf_checkpoint(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -100,6 +104,28 @@ def check_debug_data(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem
         yield Problem(("--load-debug-rollout-data",), f"{path} does not exist")
 
 
+def check_plug_ins(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """The modules of plug-ins exist. They are not imported here; of a dotted path its parent packages are."""
+    for dest, flag in given.items():
+        path = getattr(a, dest, None)
+        if dest not in _PLUG_INS or path is None:
+            continue
+        if ".py:" in path:
+            file = Path(path.rpartition(":")[0]).expanduser()
+            if not file.is_file():
+                yield Problem((flag,), f"{path}: {file} does not exist")
+            continue
+        module = path.rpartition(".")[0]
+        try:
+            found = bool(module) and importlib.util.find_spec(module) is not None
+        except ImportError as error:
+            yield Problem((flag,), f"{path}: {error}")
+            continue
+        if not found:
+            says = f"{path}: there is no module {module!r}" if module else f"{path} names no module"
+            yield Problem((flag,), says, f"{flag} package.module.name")
+
+
 def _file(path: str) -> str:
     return _SLICE.sub("", path)
 
@@ -115,4 +141,5 @@ CHECKS = (
     check_reference,
     check_saving,
     check_debug_data,
+    check_plug_ins,
 )

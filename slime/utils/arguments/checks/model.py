@@ -59,6 +59,14 @@ def check_model(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem((flag,), says, f"leave {flag} out" if tied else flag)
 
 
+def check_dropout(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """The policy whose log-probs are compared before, while and after training is one function of its weights."""
+    for flag, value in (("--attention-dropout", a.attention_dropout), ("--hidden-dropout", a.hidden_dropout)):
+        if value:
+            says = f"is {value:g}, must be 0: the pass that computes log-probs and the training step must "
+            yield Problem((flag,), says + "see the same policy, and dropout makes it random", f"{flag} 0")
+
+
 def _compare(key: str, fact: Any, flag: str, value: Any) -> Iterator[Problem]:
     """A problem when both sides state a number and the numbers differ."""
     if not isinstance(fact, int | float) or not isinstance(value, int | float):
@@ -81,4 +89,4 @@ def _whole(number: float) -> float | int:
     return int(number) if float(number).is_integer() else number
 
 
-CHECKS = (check_model,)
+CHECKS = (check_model, check_dropout)

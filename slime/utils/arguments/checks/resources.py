@@ -23,6 +23,14 @@ def check_offload(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem((given[name],), says)
 
 
+def check_distributed_backend(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Collectives run where the tensors are."""
+    backend = {"cuda": "nccl", "cpu": "gloo"}[a.accelerator]
+    if a.distributed_backend != backend:
+        says = f"{a.distributed_backend} is not supported with --accelerator {a.accelerator}"
+        yield Problem(("--distributed-backend",), says, f"--distributed-backend {backend}")
+
+
 def check_rollout_gpus(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     """The engines have GPUs, and whole engines fit into them."""
     if a.debug_train_only:
@@ -92,6 +100,7 @@ def check_time_outs(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]
 CHECKS = (
     check_modes,
     check_offload,
+    check_distributed_backend,
     check_rollout_gpus,
     check_engine_parallel,
     check_router,

@@ -22,7 +22,7 @@ GROUP = FlagGroup(
     "Algorithm",
     [
         *CHECKPOINTS,
-        Flag("--seed", int, 1234, "Seed of model initialisation and dropout; also of the engines."),
+        Flag("--seed", int, 1234, "Seed of model initialisation; also of the engines."),
         Flag("--clip-grad", float, 1.0, "Largest norm of the gradient."),
         switch("--calculate-per-token-loss", "Average the loss over tokens instead of over responses."),
         Flag("--lr", float, 1e-6, "Learning rate."),
