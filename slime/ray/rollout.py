@@ -76,7 +76,9 @@ class RolloutManager:
                     load_function(path)
             pool = EnginePool(args, self._placement)
             init_http_client(args)
-            args = args.replace(sglang_router_ip=pool.router.host, sglang_router_port=pool.router.port)
+            host = pool.router.host
+            host = f"[{host}]" if ":" in host else host  # plug-ins put it into a URL
+            args = args.replace(sglang_router_ip=host, sglang_router_port=pool.router.port)
         self.data_source = load_function(args.data_source_path)(args)
         self.args, self._pool = args, pool
 

@@ -5,7 +5,7 @@ import random
 import socket
 
 
-class PortInUseError(RuntimeError):
+class PortInUseError(ConnectionError):
     """A port that was asked for is taken."""
 
 

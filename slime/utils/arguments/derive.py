@@ -201,8 +201,6 @@ def _engines(a: Namespace) -> None:
     }
     for short, long in long_names.items():
         setattr(a, f"sglang_{long}_size", getattr(a, f"sglang_{short}_size"))
-    if a.sglang_router_ip and ":" in a.sglang_router_ip and not a.sglang_router_ip.startswith("["):
-        a.sglang_router_ip = f"[{a.sglang_router_ip}]"
 
 
 def _default_log_dir(save: str | None) -> str:

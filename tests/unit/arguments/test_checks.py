@@ -282,11 +282,6 @@ RULES = {
         ("try: --sglang-enable-dp-attention",),
         ("--sglang-dp-size", "2", "--sglang-enable-dp-attention"),
     ),
-    "router address": (
-        ("--sglang-router-ip", "127.0.0.1"),
-        ("--sglang-router-ip, --sglang-router-port",),
-        ("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", "30000"),
-    ),
     "disk transport": (
         ("--update-weight-transport", "disk"),
         ("try: --update-weight-disk-dir",),

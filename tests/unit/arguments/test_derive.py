@@ -144,11 +144,6 @@ def test_engine_sizes_have_both_names(case):
     assert (args.sglang_tp_size, args.sglang_tensor_parallel_size) == (1, 1)
 
 
-def test_ipv6_router_gets_brackets(case):
-    assert case.args("--sglang-router-ip", "::1", "--sglang-router-port", "1").sglang_router_ip == "[::1]"
-    assert case.args("--sglang-router-ip", "1.2.3.4", "--sglang-router-port", "1").sglang_router_ip == "1.2.3.4"
-
-
 def test_environment_is_read_at_the_entry_point_and_flags_win(case):
     environ = {"RAY_ADDRESS": "10.0.0.1:6379", "WANDB_MODE": "offline"}
     args = case.args(environ=environ)

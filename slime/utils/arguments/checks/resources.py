@@ -69,15 +69,6 @@ def check_engine_parallel(a: Namespace, given: Mapping[str, str]) -> Iterator[Pr
         yield Problem(("--sglang-dp-size",), says, "--sglang-enable-dp-attention")
 
 
-def check_router(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """A running router has an address and a port."""
-    if (a.sglang_router_ip is None) != (a.sglang_router_port is None):
-        flags = ("--sglang-router-ip", "--sglang-router-port")
-        yield Problem(
-            flags, "a router that runs already needs both", "--sglang-router-ip 127.0.0.1 --sglang-router-port 30000"
-        )
-
-
 def check_weight_transport(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     """Weights that travel through a directory need one."""
     if a.update_weight_transport == "disk" and a.update_weight_disk_dir is None:
@@ -103,7 +94,6 @@ CHECKS = (
     check_distributed_backend,
     check_rollout_gpus,
     check_engine_parallel,
-    check_router,
     check_weight_transport,
     check_time_outs,
 )
