@@ -4,16 +4,14 @@ import importlib.util
 import logging
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
+from slime.ray.placement import Placement
 from slime.ray.train_actor import TrainerReport, TrainRayActor
 from slime.ray.utils import Box, add_default_ray_env_vars, merge_metrics, wait_for
 from slime.utils.engine_client import EngineInfo
-
-if TYPE_CHECKING:
-    from slime.ray.placement_group import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ class RayTrainGroup:
     def __init__(
         self,
         args: Namespace,
-        placement: "Placement",
+        placement: Placement,
         num_gpus_per_actor: float = NUM_GPUS_PER_ACTOR,
         role: str = "actor",
         with_ref: bool = False,

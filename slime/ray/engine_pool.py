@@ -3,17 +3,15 @@
 import logging
 import os
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from slime.backends.sglang_utils.router import Router
 from slime.ray.engine import EngineSlot, SGLangEngine, by_name, plan_engines
+from slime.ray.placement import Placement
 from slime.ray.utils import add_default_ray_env_vars, wait_for
 from slime.utils.engine_client import EngineError, EngineInfo
-
-if TYPE_CHECKING:
-    from slime.ray.placement_group import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +25,7 @@ STOP_TIMEOUT_S = 30.0
 class EnginePool:
     """Router and engines of one model. infos: the engines, once `start` has returned."""
 
-    def __init__(self, args: Namespace, placement: "Placement", engine_cls: type = SGLangEngine) -> None:
+    def __init__(self, args: Namespace, placement: Placement, engine_cls: type = SGLangEngine) -> None:
         """Starts the router and the actors of the engines; `start` starts the servers."""
         self.infos: list[EngineInfo] = []
         self._args = args
@@ -95,7 +93,7 @@ class EnginePool:
         found = wait_for(asked, "choosing where the nodes of an engine meet", ANSWER_TIMEOUT_S)
         return {slot.rank: found[slot.name] for slot, _ in firsts}
 
-    def _create_actor(self, slot: EngineSlot, placement: "Placement", engine_cls: type) -> Any:
+    def _create_actor(self, slot: EngineSlot, placement: Placement, engine_cls: type) -> Any:
         devices = {"num_gpus": ENGINE_SHARE} if self._args.accelerator == "cuda" else {}
         return (
             ray.remote(engine_cls)

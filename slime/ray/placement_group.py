@@ -7,51 +7,17 @@ import ipaddress
 import logging
 import socket
 from argparse import Namespace
-from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.ray.actor_group import RayTrainGroup
 from slime.ray.cluster import explain_slots, slots
+from slime.ray.placement import Placement
 from slime.ray.rollout_client import RolloutClient
 from slime.ray.utils import add_default_ray_env_vars, wait_for
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Part of a placement group, in the order (node address, device). Unpacks as (pg, bundles, gpu_ids).
-
-    bundles: index in pg of each slot. gpu_ids: physical device of each slot (CPU: its number on its node).
-    nodes: address of each slot's node.
-    """
-
-    pg: PlacementGroup | None
-    bundles: tuple[int, ...]
-    gpu_ids: tuple[int | str, ...]
-    nodes: tuple[str, ...]
-
-    def __iter__(self):
-        return iter((self.pg, self.bundles, self.gpu_ids))
-
-    def __len__(self) -> int:
-        return len(self.bundles)
-
-    def part(self, start: int, length: int) -> "Placement":
-        """`length` slots from slot `start` on."""
-        span = slice(start, start + length)
-        return Placement(self.pg, self.bundles[span], self.gpu_ids[span], self.nodes[span])
-
-    def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
-        """Ray's option that pins an actor to a slot."""
-        return PlacementGroupSchedulingStrategy(
-            placement_group=self.pg,
-            placement_group_bundle_index=self.bundles[slot],
-            placement_group_capture_child_tasks=False,
-        )
 
 
 def create_placement_groups(args: Namespace) -> dict[str, Placement]:

@@ -16,13 +16,13 @@ import ray
 
 from slime.observability.logging_utils import configure_logging
 from slime.ray.engine_pool import EnginePool
+from slime.ray.placement import Placement
 from slime.ray.utils import Box
 from slime.utils.engine_client import EngineError, EngineInfo
 from slime.utils.http_utils import HttpError
 from slime.utils.misc import load_function
 
 if TYPE_CHECKING:
-    from slime.ray.placement_group import Placement
     from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class RolloutBatch:
 class RolloutManager:
     """Ray runs the calls one after the other. Heavy imports (torch) are inside: the driver imports this module too."""
 
-    def __init__(self, args: Namespace, placement: "Placement") -> None:
+    def __init__(self, args: Namespace, placement: Placement) -> None:
         """Nothing that can fail is done here: Ray would report it as the death of an actor, not as what it is."""
         configure_logging()
         self.args = args

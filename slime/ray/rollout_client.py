@@ -3,17 +3,15 @@
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from slime.ray.engine_pool import SUPERVISED
+from slime.ray.placement import Placement
 from slime.ray.rollout import RolloutBatch, RolloutManager
 from slime.ray.utils import add_default_ray_env_vars, wait_for
 from slime.utils.engine_client import EngineError, EngineInfo
-
-if TYPE_CHECKING:
-    from slime.ray.placement_group import Placement
 
 NAME = "rollout manager"
 QUICK_S = 900.0
@@ -23,7 +21,7 @@ DISPOSE_TIMEOUT_S = 60.0
 class RolloutClient:
     """Starts the manager and, right behind it, its engines. A failure of either shows in the first call that waits."""
 
-    def __init__(self, args: Namespace, placement: "Placement", manager_cls: type = RolloutManager) -> None:
+    def __init__(self, args: Namespace, placement: Placement, manager_cls: type = RolloutManager) -> None:
         environment = {"env_vars": add_default_ray_env_vars(args.accelerator, SUPERVISED)}
         self._actor = (
             ray.remote(manager_cls).options(num_cpus=1, num_gpus=0, runtime_env=environment).remote(args, placement)
