@@ -28,6 +28,7 @@ EXPLAINED = (
     ValueError,
     ImportError,
     FileNotFoundError,
+    NotImplementedError,  # something known that this version does not do, such as a reward type
     FloatingPointError,  # a loss or gradient that is no number, with its step and samples
     ConnectionError,
     TimeoutError,

@@ -6,6 +6,7 @@ import signal
 import pytest
 import ray
 
+from slime.backends.sglang_utils.ports import PortInUseError
 from slime.ray import driver
 from slime.utils.engine_client import EngineError
 from tests.helpers.ray_args import make_args
@@ -66,7 +67,13 @@ def test_handlers_survive_a_library_that_replaces_them(calls, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("run.jsonl:17: no label"), EngineError("engine 0 died; last lines: oom")]
+    "error",
+    [
+        ValueError("run.jsonl:17: no label"),
+        EngineError("engine 0 died; last lines: oom"),
+        NotImplementedError("sample index=0: rm type 'nonsense' is unknown"),
+        PortInUseError("port 3000 on 127.0.0.1 is in use by another process; choose another port"),
+    ],
 )
 def test_an_error_that_explains_itself_is_one_block(calls, capfd, tmp_path, error):
     def train(args):
