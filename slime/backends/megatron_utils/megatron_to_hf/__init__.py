@@ -7,13 +7,35 @@ from typing import Any
 
 import torch
 
+from slime.backends.megatron_utils.megatron_to_hf.deepseekv3 import DEEPSEEKV3
 from slime.backends.megatron_utils.megatron_to_hf.family import Family, strip_module_prefix
+from slime.backends.megatron_utils.megatron_to_hf.glm4 import GLM4
+from slime.backends.megatron_utils.megatron_to_hf.glm4moe import GLM4MOE
 from slime.backends.megatron_utils.megatron_to_hf.llama import LLAMA
+from slime.backends.megatron_utils.megatron_to_hf.mimo import MIMO
+from slime.backends.megatron_utils.megatron_to_hf.minimax_m2 import MINIMAX_M2
 from slime.backends.megatron_utils.megatron_to_hf.processors.padding import remove_padding
 from slime.backends.megatron_utils.megatron_to_hf.qwen2 import QWEN2
+from slime.backends.megatron_utils.megatron_to_hf.qwen3moe import QWEN3MOE
 
 # The first key contained in the normalised model name decides, so longer names stand before their prefixes.
-_FAMILIES: dict[str, Family] = {"qwen2": QWEN2, "qwen3": QWEN2, "llama": LLAMA}
+_FAMILIES: dict[str, Family] = {
+    "minimaxm2": MINIMAX_M2,
+    "glm4moelite": DEEPSEEKV3,
+    "deepseekv3": DEEPSEEKV3,
+    "glmmoedsa": DEEPSEEKV3,
+    "kimi": DEEPSEEKV3,
+    "glm4moe": GLM4MOE,
+    "glm4": GLM4,
+    "qwen2moe": QWEN3MOE,
+    "qwen3moe": QWEN3MOE,
+    "qwen2": QWEN2,
+    "qwen3": QWEN2,
+    "llama": LLAMA,
+    "mimo": MIMO,
+}
+# Names that contain a key above and are another architecture.
+_NOT_YET = ("qwen3next", "qwen35", "qwen3vl")
 
 
 def convert_to_hf(
@@ -45,9 +67,10 @@ def conversion_name(args: Namespace) -> str:
 def family_of(model_name: str) -> Family:
     """The family of e.g. "qwen3", "Qwen3Config" or "qwen2_5"; ValueError lists the known ones."""
     normalised = model_name.lower().replace("_", "").replace("-", "")
-    for key, family in _FAMILIES.items():
-        if key in normalised:
-            return family
+    if not any(key in normalised for key in _NOT_YET):
+        for key, family in _FAMILIES.items():
+            if key in normalised:
+                return family
     raise ValueError(f"no weight conversion for model {model_name!r}: known are {', '.join(_FAMILIES)} (--model-name)")
 
 
