@@ -40,7 +40,7 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, has_residual: bool = False):
         super().__init__()
-        if has_residual:
+        if has_residual and config.fused_residual_rmsnorm:
             raise ValueError("the fused residual norm needs transformer_engine: disable --fused-residual-rmsnorm")
         if config.normalization not in ("RMSNorm", "LayerNorm"):
             raise ValueError(f"--normalization {config.normalization}: expected RMSNorm or LayerNorm")
