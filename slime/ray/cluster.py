@@ -130,7 +130,8 @@ def _start_local(args: Namespace) -> None:
     # CPUs are bookkeeping here, not cores: trainers and engines compute on the accelerator or take turns.
     cpus = max(os.cpu_count() or 1, slots(args)[0] + MANAGER_CPUS)
     gpus = {"num_gpus": 0} if args.accelerator == "cpu" else {}
-    ray.init(num_cpus=cpus, include_dashboard=False, configure_logging=False, **gpus)
+    # Without an address ray joins what a stale /tmp/ray/ray_current_cluster names.
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, configure_logging=False, **gpus)
 
 
 def _wait_for_resources(args: Namespace) -> None:

@@ -69,3 +69,12 @@ def test_ray_does_not_take_the_sigterm_handler(cluster):
 def test_no_cluster_at_the_address_names_the_flag():
     with pytest.raises(ConnectionError, match="--ray-address 127.0.0.1:1: no Ray cluster answers"):
         cluster._join("127.0.0.1:1", timeout=0.5)
+
+
+def test_a_private_cluster_is_not_sought_elsewhere(monkeypatch):
+    """A left-over /tmp/ray/ray_current_cluster made ray.init join a dead cluster and refuse the number of CPUs."""
+    asked = {}
+    monkeypatch.setattr(cluster.ray, "init", lambda **how: asked.update(how))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    cluster._start_local(make_args(actor_num_gpus_per_node=4, rollout_num_gpus=3))
+    assert asked["address"] == "local" and asked["num_cpus"] >= 8
