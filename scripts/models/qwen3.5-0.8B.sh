@@ -1,0 +1,34 @@
+# shellcheck shell=bash disable=SC2034
+# qwen3.5-0.8B: Qwen3_5ForConditionalGeneration. Written by: python tools/model_args.py CONFIG --script qwen3.5-0.8B
+MODEL_ARGS=(
+   # layers of our own
+   --spec slime_plugins.models.qwen3_5 get_qwen3_5_spec
+   # decoder
+   --num-layers 24
+   --hidden-size 1024
+   --ffn-hidden-size 3584
+   --vocab-size 248320
+   --normalization RMSNorm
+   --norm-epsilon 1e-6
+   --apply-layernorm-1p
+   --swiglu
+   --disable-bias-linear
+   # attention
+   --num-attention-heads 8
+   --group-query-attention
+   --num-query-groups 2
+   --kv-channels 256
+   --qk-layernorm
+   --attention-output-gate
+   # gated delta net
+   --linear-attention-freq 4
+   --linear-conv-kernel-dim 4
+   --linear-key-head-dim 128
+   --linear-value-head-dim 128
+   --linear-num-key-heads 16
+   --linear-num-value-heads 16
+   # positions
+   --position-embedding-type rope
+   --rotary-base 10000000
+   --rotary-percent 0.25
+)
