@@ -6,6 +6,8 @@ Reads model dimensions under Megatron's argument names; imports neither torch no
 from argparse import Namespace
 from collections.abc import Iterable
 
+from slime.utils.layout.moe_layers import moe_layer_pattern
+
 
 def calculate_fwd_flops(seqlens: Iterable[int], args: Namespace) -> float:
     """Forward FLOPs (multiply and add count as 2) summed over sequences that attend causally, each to itself."""
@@ -77,14 +79,8 @@ def _active_moe_ffn_size(args: Namespace) -> int:
 
 
 def _layer_counts(args: Namespace) -> tuple[int, int]:
-    """(dense, MoE) layers. moe_layer_freq n: layer i is MoE iff i % n == 0; a list says it layer by layer."""
+    """(dense, MoE) layers."""
     if not args.num_experts:
         return args.num_layers, 0
-    freq = args.moe_layer_freq
-    if isinstance(freq, int):
-        moe = len(range(0, args.num_layers, freq))
-    else:
-        if len(freq) != args.num_layers:
-            raise ValueError(f"--moe-layer-freq lists {len(freq)} layers but --num-layers is {args.num_layers}")
-        moe = sum(1 for entry in freq if entry)
+    moe = sum(moe_layer_pattern(args.moe_layer_freq, args.num_layers))
     return args.num_layers - moe, moe

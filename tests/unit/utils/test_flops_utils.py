@@ -72,14 +72,14 @@ def test_default_ffn_size_is_megatrons():
     assert calculate_fwd_flops([9], Namespace(**small)) == calculate_fwd_flops([9], Namespace(**explicit))
 
 
-@pytest.mark.parametrize(("freq", "moe_layers"), [([0, 1, 1], 2), (1, 3), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("freq", "moe_layers"), [([0, 1, 1], 2), ("[0]+[1]*2", 2), (1, 3), (2, 2), ("3", 1)])
 def test_mixture_of_experts_counts_active_columns_only(freq, moe_layers):
     args = Namespace(**{**DENSE, **MOE, "moe_layer_freq": freq})
     assert calculate_fwd_flops([11], args) == count(11, moe_layers)
 
 
 def test_wrong_layer_list_is_refused():
-    with pytest.raises(ValueError, match="--moe-layer-freq lists 2 layers but --num-layers is 3"):
+    with pytest.raises(ValueError, match="describes 2 layers, --num-layers is 3"):
         calculate_fwd_flops([1], Namespace(**{**DENSE, **MOE, "moe_layer_freq": [0, 1]}))
 
 
