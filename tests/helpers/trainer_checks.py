@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.helpers.tiny_models import megatron_flags
 from tests.helpers.trainer import make_rollout, rank_share, trainer_args
 from tests.helpers.trainer_runs import GRPO, hf_log_probs, hf_weights, open_trainer, train_rollouts
 
@@ -282,6 +283,8 @@ def check_nothing_to_start_from(hf: str, scratch: Path) -> None:
 
 
 def check_arguments(hf: str, scratch: Path) -> None:
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
     from slime.backends.megatron_utils.arguments import build_megatron_args, megatron_only
 
     def build(*flags: str, world_size: int = 1, **values: Any) -> Any:
@@ -300,11 +303,44 @@ def check_arguments(hf: str, scratch: Path) -> None:
     args = build("--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "100", world_size=4)
     assert args.padded_vocab_size == 400 and args.data_parallel_size == 2
 
+    assert build("--context-parallel-size", "2", world_size=2, allgather_cp=True).cp_comm_type == ["all_gather"]
+    assert build("--context-parallel-size", "2", world_size=2).cp_comm_type == ["p2p"]
+
+    yarn = ("--yarn-beta-fast", "3", "--yarn-original-max-position-embeddings", "77")
+    latent = trainer_args("qwen3", hf, "--multi-latent-attention", *yarn)
+    latent.megatron_argv.remove("--group-query-attention")
+    config = core_transformer_config_from_args(build_megatron_args(latent, 0, 1))
+    assert (config.beta_fast, config.beta_slow, config.original_max_position_embeddings) == (3, 1, 77)
+
     assert build("--padded-vocab-size", "320").padded_vocab_size == 320
     assert "250" in error_of(ValueError, build, "--padded-vocab-size", "128")
     assert "--no-such" in error_of(ValueError, build, "--no-such-flag")
     assert "--async-save" in error_of(ValueError, build, "--async-save", "--use-persistent-ckpt-worker")
     assert "divisible" in error_of(ValueError, build, "--tensor-model-parallel-size", "3", world_size=4)
+
+
+def check_model_arguments_are_optional(hf: str, scratch: Path) -> None:
+    """config.json alone gives Megatron the arguments that the model's flags, typed out, give it."""
+    from slime.backends.megatron_utils.arguments import build_megatron_args
+    from slime.utils.arguments import build_args
+
+    prompts = scratch / "prompts.jsonl"
+    prompts.write_text('{"input": "1+1=", "label": "2"}\n')
+    run = f"--accelerator cpu --hf-checkpoint {hf} --prompt-data {prompts} --label-key label --rm-type math"
+    run += " --num-rollout 3 --rollout-batch-size 2 --n-samples-per-prompt 4 --global-batch-size 8"
+    run += " --rollout-max-response-len 16 --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
+    typed, derived = (
+        build_megatron_args(build_args([*run.split(), *flags], environ={}), 0, 1)
+        for flags in (megatron_flags("qwen3"), [])
+    )
+    assert derived.num_layers == 4 and derived.kv_channels == 20 and derived.rotary_base == 10000
+    differing = {
+        name: (getattr(typed, name), getattr(derived, name))
+        for name in typed.megatron_names
+        if getattr(typed, name) != getattr(derived, name)
+    }
+    # bounds of positions, which rotary ones do not have
+    assert differing.keys() == {"max_position_embeddings", "seq_length", "encoder_seq_length"}, differing
 
 
 def error_of(kind: type[Exception], function: Any, *args: Any, **kwargs: Any) -> str:

@@ -113,6 +113,8 @@ def _fill_defaults(megatron: Namespace, args: Namespace, rank: int, world_size: 
     megatron.ckpt_fully_parallel_load = True
     megatron.dist_ckpt_optim_fully_reshardable = True
     megatron.attention_dropout = megatron.hidden_dropout = 0.0
+    if args.allgather_cp:
+        megatron.cp_comm_type = ["all_gather"]
 
     # A shape hint only: micro-batches are packed and of variable length. It must fit the positions and divide by CP.
     hint = min(megatron.seq_length or 4096, megatron.max_position_embeddings or 4096)
@@ -120,8 +122,8 @@ def _fill_defaults(megatron: Namespace, args: Namespace, rank: int, world_size: 
     megatron.seq_length = max(hint // unit, 1) * unit
     if megatron.max_position_embeddings is None:
         megatron.max_position_embeddings = megatron.seq_length
-    if megatron.multi_latent_attention and getattr(megatron, "rope_type", None) is None:
-        megatron.rope_type = "yarn"
+    if megatron.multi_latent_attention:
+        _fill_latent_attention(megatron)
     if megatron.tokenizer_model is None:
         megatron.tokenizer_type, megatron.tokenizer_model = "HuggingFaceTokenizer", args.hf_checkpoint
 
@@ -146,6 +148,18 @@ def _fill_defaults(megatron: Namespace, args: Namespace, rank: int, world_size: 
         megatron.save_interval = 1
     if megatron.moe_token_dispatcher_type == "allgather":
         megatron.moe_token_dispatcher_type = "alltoall"  # the all-gather dispatcher cannot take variable lengths
+
+
+def _fill_latent_attention(megatron: Namespace) -> None:
+    """Latent attention has YaRN settings of its own, for which Megatron has no flags: the `--yarn-...` ones serve."""
+    if getattr(megatron, "rope_type", None) is None:
+        megatron.rope_type = "yarn"
+    for name in ("beta_fast", "beta_slow", "original_max_position_embeddings"):
+        value = getattr(megatron, f"yarn_{name}")
+        if value is not None:
+            setattr(megatron, name, value)
+    # The indexer's Hadamard rotation of queries and keys changes no score; it needs bfloat16 and an extension.
+    megatron.dsa_indexer_rotate_activation = False
 
 
 def _vocab_size_of(hf_checkpoint: str | None) -> int:

@@ -51,11 +51,15 @@ def get_parallel_state() -> ParallelState:
 
 
 def require_zigzag(args: Namespace, parallel: ParallelState) -> None:
-    """Raise NotImplementedError when the run asks for the all-gather layout, which the losses do not know."""
-    if args.allgather_cp and parallel.cp_size > 1:
+    """Raise NotImplementedError for sparse attention over several ranks, whose layout the losses do not know.
+
+    Its queries must be one contiguous piece of the packed stream. Elsewhere --allgather-cp only chooses how keys and
+    values are exchanged, and the layout stays zigzag.
+    """
+    if args.experimental_attention_variant == "dsa" and parallel.cp_size > 1:
         raise NotImplementedError(
-            f"--allgather-cp with --context-parallel-size {parallel.cp_size}: the losses know only the zigzag layout; "
-            "drop --allgather-cp or use --context-parallel-size 1"
+            f"sparse attention with --context-parallel-size {parallel.cp_size}: the losses know only the zigzag "
+            "layout; use --context-parallel-size 1"
         )
 
 

@@ -5,24 +5,18 @@ read-only.
 Imports no torch, Megatron, SGLang, Ray or transformers.
 """
 
-import functools
 import logging
-import os
 import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slime.utils.arguments.config_file import apply_config_file
-from slime.utils.arguments.derive import derive
 from slime.utils.arguments.flag import ArgumentsError, Problem
 from slime.utils.arguments.namespace import Args
-from slime.utils.arguments.notes import warnings
-from slime.utils.arguments.parser import AddArguments, CommandLine, Grammar, print_help
+from slime.utils.arguments.parser import AddArguments, print_help
+from slime.utils.arguments.reading import Reading, read_args
 from slime.utils.arguments.upstream import load_tables
-from slime.utils.arguments.validate import validate
 
-__all__ = ["Args", "ArgumentsError", "build_args", "parse_args"]
+__all__ = ["Args", "ArgumentsError", "Problem", "Reading", "build_args", "parse_args", "read_args"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +27,8 @@ def parse_args(argv: Sequence[str] | None = None, *, add_custom_arguments: AddAr
     """The arguments of this process, for entry points: prints help or every problem and exits (code 0 or 2).
 
     argv: tokens without the program's name, `sys.argv[1:]` by default. add_custom_arguments: f(parser) -> parser that
-    registers further flags; where they clash with slime's, slime's win. Reads RAY_ADDRESS, WANDB_MODE, XDG_CACHE_HOME.
+    registers further flags; where they clash with slime's, slime's win. Reads RAY_ADDRESS, WANDB_MODE,
+    SGLANG_PP_LAYER_PARTITION, XDG_CACHE_HOME.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     for index, token in enumerate(argv):
@@ -54,43 +49,18 @@ def build_args(
     environ: Mapping[str, str] | None = None,
     cache: Path | None = None,
 ) -> Args:
-    """Parse, complete and check. Raises ArgumentsError, a ValueError, with every problem found.
+    """The arguments of a run that may start. Raises ArgumentsError, a ValueError, with every problem found.
 
     environ: the environment to read, `os.environ` by default. cache: directory of the upstream tables.
     """
-    grammar = _grammar(cache)
-    if add_custom_arguments is not None:
-        grammar = Grammar(grammar.tables, add_custom_arguments=add_custom_arguments)
-    try:
-        command_line = grammar.read(argv)
-    except ValueError as error:  # a value that does not read as its flag's type: argparse stops at the first
-        raise ArgumentsError([Problem((), str(error))]) from error
-    if command_line.values["custom_config_path"]:
-        command_line = apply_config_file(command_line.values["custom_config_path"], command_line, grammar)
-    draft = _draft(command_line, grammar)
-    asked_load = draft.load
-    problems = list(command_line.problems)
-    problems += derive(draft, command_line.given, os.environ if environ is None else environ)
-    problems += validate(draft, command_line.given, grammar.groups)
-    if problems:
-        raise ArgumentsError(problems)
-    _warn([*command_line.notices, *warnings(draft, command_line.given, asked_load)])
-    return Args(**vars(draft))
+    reading = read_args(argv, add_custom_arguments=add_custom_arguments, environ=environ, cache=cache)
+    if reading.problems:
+        raise ArgumentsError(reading.problems)
+    _say("arguments to look at again:", reading.notices)
+    _say("the command line and the checkpoint's config.json differ; the command line wins:", reading.differences)
+    return reading.args
 
 
-@functools.cache
-def _grammar(cache: Path | None) -> Grammar:
-    return Grammar(load_tables(cache))
-
-
-def _draft(command_line: CommandLine, grammar: Grammar) -> Namespace:
-    draft = Namespace(**command_line.values)
-    draft.megatron_argv = command_line.megatron_argv
-    draft.sglang_overrides = grammar.sglang_overrides(command_line)
-    draft.router_overrides = grammar.router_overrides(command_line)
-    return draft
-
-
-def _warn(sentences: Sequence[str]) -> None:
+def _say(title: str, sentences: Sequence[str]) -> None:
     if sentences:
-        logger.warning("arguments to look at again:\n%s", "\n".join(f"  - {sentence}" for sentence in sentences))
+        logger.warning("%s\n%s", title, "\n".join(f"  - {sentence}" for sentence in sentences))

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from slime.utils.arguments.flag import Problem
-from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint
+from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint, uses_sparse_attention
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +21,15 @@ SEQ_LENGTH = 4096  # a shape hint only: packed micro-batches have variable lengt
 GPUS_PER_NODE_LIMIT = 8
 
 
-def derive(a: Namespace, given: Mapping[str, str], environ: Mapping[str, str]) -> list[Problem]:
+def derive(a: Namespace, given: Mapping[str, str], environ: Mapping[str, str], dry_run: bool = False) -> list[Problem]:
     """Complete the draft `a` in place.
 
-    given: dest -> option of everything the user set. environ: the entry point's environment. Returns the problems that
-    come up while reading other files (the evaluation config).
+    given: dest -> option of everything the user set. environ: the entry point's environment. dry_run: the run is
+    planned for other machines, so this one's devices decide nothing. Returns the problems that come up on the way:
+    an unreadable evaluation config, a choice that contradicts another one.
     """
     _environment(a, environ)
-    _accelerator(a, given)
+    _accelerator(a, given, dry_run)
     _precision(a, given)
     _debug(a)
     _weights_to_start_from(a)
@@ -39,6 +40,7 @@ def derive(a: Namespace, given: Mapping[str, str], environ: Mapping[str, str]) -
     problems = _evaluation(a)
     _context_length(a)
     _megatron(a, given)
+    problems += _context_parallel(a, given)
     _engines(a)
     a.log_dir = a.log_dir or _default_log_dir(a.save)
     return problems
@@ -47,13 +49,15 @@ def derive(a: Namespace, given: Mapping[str, str], environ: Mapping[str, str]) -
 def _environment(a: Namespace, environ: Mapping[str, str]) -> None:
     a.ray_address = a.ray_address or environ.get("RAY_ADDRESS") or None
     a.wandb_mode = a.wandb_mode or environ.get("WANDB_MODE") or None
+    # SGLang cuts its pipeline stages by this variable alone
+    a.sglang_pp_layer_partition = environ.get("SGLANG_PP_LAYER_PARTITION") or None
 
 
-def _accelerator(a: Namespace, given: Mapping[str, str]) -> None:
+def _accelerator(a: Namespace, given: Mapping[str, str], dry_run: bool) -> None:
     from slime.utils.accelerator import detect_accelerator
 
     if a.accelerator == "auto":
-        a.accelerator = detect_accelerator()
+        a.accelerator = "cuda" if dry_run else detect_accelerator()
     if a.accelerator == "cpu" and "distributed_backend" not in given:
         a.distributed_backend = "gloo"
 
@@ -187,6 +191,30 @@ def _megatron(a: Namespace, given: Mapping[str, str]) -> None:
     a.variable_seq_lengths = True
     model_parallel = a.tensor_model_parallel_size * a.pipeline_model_parallel_size * a.context_parallel_size
     a.data_parallel_size = max(1, a.world_size // max(1, model_parallel))
+
+
+def _context_parallel(a: Namespace, given: Mapping[str, str]) -> list[Problem]:
+    """How context-parallel ranks exchange keys and values: gathered for sparse attention and under --allgather-cp."""
+    if a.context_parallel_size <= 1:
+        return []
+    a.allgather_cp = a.allgather_cp or uses_sparse_attention(a)
+    if not a.allgather_cp:
+        return []
+    asked = [kind.replace("_", "") for kind in a.cp_comm_type or ()]
+    a.cp_comm_type = ["all_gather"]
+    if "cp_comm_type" in given and set(asked) != {"allgather"}:
+        cause = given.get("allgather_cp", "the model's sparse attention")
+        says = f"is {' '.join(asked)}, and {cause} exchanges keys and values by all_gather"
+        return [Problem((given["cp_comm_type"],), says, "--cp-comm-type all_gather")]
+    return []
+
+
+def decisions(a: Namespace, given: Mapping[str, str]) -> list[str]:
+    """Sentences about what was decided for the user and changes how the run works. a: the completed draft."""
+    if a.context_parallel_size > 1 and a.allgather_cp and "allgather_cp" not in given:
+        why = f"sparse attention over --context-parallel-size {a.context_parallel_size} needs contiguous sequences"
+        return [f"--allgather-cp is on: {why}"]
+    return []
 
 
 def _engines(a: Namespace) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Kind = Literal["value", "switch", "off", "tristate", "append", "const", "ignored"]
+ProblemKind = Literal["rule", "unsupported", "absent"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Flag:
         "const" stores `const`; "ignored" is accepted and dropped (a name that upstream deprecated).
     supported: False refuses the flag, because this version does not implement it; `unsupported_choices` refuse values.
     opaque: the driver keeps the text; only the upstream parser knows how to read it.
-    deprecated: the notice to print when the flag is used.
+    deprecated: the notice to print when the flag is used; deprecated_values: (value, its successor) pairs.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Flag:
     unsupported_choices: tuple = ()
     opaque: bool = False
     deprecated: str = ""
+    deprecated_values: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.dest:
@@ -82,6 +84,21 @@ class Flag:
                     **common,
                 )
 
+    def tokens(self, value: Any) -> list[str]:
+        """The command-line words that set this row to `value`; [] when its default is what they would say."""
+        match self.kind:
+            case "switch" | "off":
+                return [self.name] if value is (self.kind == "switch") else []
+            case "tristate":
+                return [] if value is None else [self.name if value else "--no-" + self.name[2:]]
+            case "const":
+                return [self.name] if value == self.const else []
+        if value is None:
+            return []
+        if self.kind == "append":
+            return [token for item in value for token in (self.name, str(item))]
+        return [self.name, *map(str, value if isinstance(value, list) else [value])]
+
     def coerce(self, value: Any) -> Any:
         """Give a YAML value the type the command line would have given it: the text "1e-4" of a float flag is 1e-4.
 
@@ -95,7 +112,8 @@ class Flag:
             raise ValueError(f"is empty; the default is {self.default}")
         if isinstance(value, list):
             return [self._coerce_one(item) for item in value]
-        return self._coerce_one(value)
+        one = self._coerce_one(value)
+        return [one] if value is not None and (self.nargs or self.kind == "append") else one
 
     def _coerce_one(self, value: Any) -> Any:
         if isinstance(value, str) and not self.opaque and self.type is not str:
@@ -123,11 +141,16 @@ class FlagGroup:
 
 @dataclass(frozen=True)
 class Problem:
-    """A rule that the given values break: the flags, what is wrong (with the arithmetic), and a legal value."""
+    """A rule that the given values break: the flags, what is wrong (with the arithmetic), and a legal value.
+
+    kind: "rule", never legal; "unsupported", legal, but this version cannot run it; "absent", a file, directory or
+    module that is not on this machine, which need not be the machine that the run is planned for.
+    """
 
     flags: tuple[str, ...]
     says: str
     try_: str = ""
+    kind: ProblemKind = "rule"
 
     def __str__(self) -> str:
         hint = f"\n      try: {self.try_}" if self.try_ else ""

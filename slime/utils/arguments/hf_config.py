@@ -1,7 +1,7 @@
-"""What a checkpoint directory holds, read without transformers: its kind, and the model facts of its config.json."""
+"""What a checkpoint directory holds, told without transformers, and the parts of a config.json."""
 
-import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +20,20 @@ def is_hf_checkpoint(path: str | None) -> bool:
     return path is not None and (Path(path) / "config.json").is_file()
 
 
-def read_hf_config(path: str | None) -> dict[str, Any] | None:
-    """The language model's part of config.json; None when there is none. Broken JSON: ValueError naming the file."""
-    if not is_hf_checkpoint(path):
-        return None
-    file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file}:{error.lineno}: not JSON: {error.msg}") from error
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config: all of it, or the `text_config` of a multimodal model.
+
+    What only the whole states, its architecture and the quantization of its weights, is kept.
+    """
     text = config.get("text_config")
-    return {**text, "architectures": config.get("architectures")} if isinstance(text, dict) else config
+    if not isinstance(text, dict):
+        return config
+    whole = {key: config[key] for key in ("architectures", "quantization_config") if key in config}
+    return {**whole, **text, "architectures": config.get("architectures")}
 
 
-def rope_theta(config: dict[str, Any]) -> float | None:
-    """The base of the rotary embedding; newer configs keep it in `rope_parameters`."""
-    parameters = config.get("rope_parameters")
-    if isinstance(parameters, dict) and parameters.get("rope_theta") is not None:
-        return parameters["rope_theta"]
-    return config.get("rope_theta")
-
-
-def is_moe(config: dict[str, Any]) -> bool:
-    """Whether the config describes experts."""
-    keys = ("moe_intermediate_size", "num_experts", "n_routed_experts", "num_local_experts")
-    return any(config.get(key) is not None for key in keys)
+def uses_sparse_attention(a: Namespace) -> bool:
+    """Whether the model selects the keys of each query by an indexer (DeepSeek sparse attention)."""
+    if a.experimental_attention_variant == "dsa" or a.dsa_indexer_topk is not None:
+        return True
+    return bool((a.hf_config or {}).get("index_topk"))

@@ -31,7 +31,7 @@ class CommandLine:
     """What the user typed. values: every dest with its value; given: the dests the user set, with the option used.
 
     megatron_argv: the tokens of flags that Megatron knows too, in order. problems: unknown and unsupported flags.
-    notices: deprecated flags in use.
+    notices: deprecated flags in use, and flags given twice with different values.
     """
 
     values: dict[str, Any]
@@ -70,8 +70,9 @@ class Grammar:
     def by_dest(self) -> dict[str, Flag]:
         """Attribute name -> the row that gives it its type."""
         rows: dict[str, Flag] = {}
-        for flag in self.options.values():
-            if flag.kind != "ignored" and not flag.deprecated:
+        # a deprecated name gives the type only where no current flag has that attribute
+        for flag in sorted(self.options.values(), key=lambda flag: bool(flag.deprecated)):
+            if flag.kind != "ignored":
                 rows.setdefault(flag.dest, flag)
         rows.update({flag.dest: flag for flag in self.slime_options.values()})
         return rows
@@ -99,19 +100,26 @@ class Grammar:
         problems = [self._unknown(token) for token in unknown if token.startswith("-")]
         if unknown and not problems:
             problems.append(Problem((), f"these values belong to no flag: {' '.join(unknown)}"))
-        given, notices, megatron_argv = {}, [], []
+        given, notices, megatron_argv, said = {}, [], [], {}
         for option, words in tokens:
             if option in self.megatron_options:
                 megatron_argv += words
             if (flag := self.options.get(option)) is None:
                 continue
             given[flag.dest] = option
-            if flag.deprecated:
-                notices.append(f"{option} is deprecated: {flag.deprecated}")
-            problems += unsupported(flag, option, getattr(namespace, flag.dest, None))
+            if flag.kind != "append":
+                said.setdefault(flag.dest, []).append(words)
+            value = getattr(namespace, flag.dest, None)
+            notices += deprecations(flag, option, value)
+            problems += unsupported(flag, option, value)
+        notices += _contradictions(said.values())
         # the parser is used again: nobody may change its default lists through a result
         values = {dest: copy.copy(value) for dest, value in vars(namespace).items()}
-        return CommandLine(values, given, megatron_argv, _unique(problems), notices)
+        return CommandLine(values, given, megatron_argv, unique(problems), unique(notices))
+
+    def megatron_tokens(self, flag: Flag, value: Any) -> list[str]:
+        """The words for Megatron's own parser that set `flag` to `value`; [] for a flag that Megatron lacks."""
+        return flag.tokens(value) if flag.name in self.megatron_options else []
 
     def _unknown(self, token: str) -> Problem:
         option = token.split("=", 1)[0]
@@ -135,13 +143,27 @@ class Grammar:
 def unsupported(flag: Flag, option: str, value: Any) -> list[Problem]:
     """The problem of using a flag, or a value of it, that this version does not implement; [] when it does."""
     if not flag.supported:
-        return [Problem((option,), "is not supported yet by this version of slime; leave it out")]
+        says = "is not supported yet by this version of slime; leave it out"
+        return [Problem((option,), says, kind="unsupported")]
     if value is not None and value in flag.unsupported_choices:
         legal = [str(choice) for choice in flag.choices or () if choice not in flag.unsupported_choices]
-        return [
-            Problem((option,), f"{value} is not supported yet by this version of slime", f"{option} {'|'.join(legal)}")
-        ]
+        says = f"{value} is not supported yet by this version of slime"
+        return [Problem((option,), says, f"{option} {'|'.join(legal)}", kind="unsupported")]
     return []
+
+
+def deprecations(flag: Flag, option: str, value: Any) -> list[str]:
+    """Notices about a flag, or a value of it, that upstream is about to drop."""
+    notices = [f"{option} is deprecated: {flag.deprecated}"] if flag.deprecated else []
+    successors = dict(flag.deprecated_values)
+    if isinstance(value, str) and value in successors:
+        notices.append(f"{option} {value} is deprecated: use {successors[value]}")
+    return notices
+
+
+def unique[Item](items: Iterable[Item]) -> list[Item]:
+    """The items without repetitions, in order."""
+    return list(dict.fromkeys(items))
 
 
 def help_text(groups: Iterable[FlagGroup], notes: str = "") -> str:
@@ -217,5 +239,11 @@ def _group_tokens(argv: Sequence[str], options: Iterable[str]) -> list[tuple[str
     return runs
 
 
-def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    return list(dict.fromkeys(problems))
+def _contradictions(said: Iterable[list[list[str]]]) -> list[str]:
+    """Notices about flags that were given several times with different words. said: per attribute, the words."""
+    notices = []
+    for runs in said:
+        texts = unique(" ".join(words).replace("=", " ", 1) for words in runs)
+        if len(texts) > 1:
+            notices.append(f"given more than once, the last wins: {', then '.join(texts)}")
+    return notices

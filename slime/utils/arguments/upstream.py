@@ -7,6 +7,7 @@ word: trainers and engines parse their own flags again.
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,13 @@ OWNED_SGLANG_FIELDS = {
     "nccl_port": "free ports are found at start",
     "skip_server_warmup": "it is always on",
     "enable_return_routed_experts": "use --use-rollout-routing-replay",
+}
+# Values that SGLang still takes under an older name.
+DEPRECATED_SGLANG_VALUES = {
+    "attention_backend": (("nsa", "dsa"), ("compressed", "dsv4")),
+    "prefill_attention_backend": (("nsa", "dsa"), ("compressed", "dsv4")),
+    "decode_attention_backend": (("nsa", "dsa"), ("compressed", "dsv4")),
+    "tool_call_parser": (("qwen25", "qwen"), ("glm45", "glm")),
 }
 # Defaults that differ from the router's own; they are passed to every router.
 ROUTER_DEFAULTS = {"log_level": "warn", "balance_abs_threshold": 10, "balance_rel_threshold": 1.2}
@@ -167,9 +175,16 @@ def _sglang_flags(rows: list[dict[str, Any]]) -> tuple[list[Flag], dict[str, str
             owned.update(dict.fromkeys(options, OWNED_SGLANG_FIELDS[row["dest"]]))
             continue
         dest = "sglang_" + row["dest"].removeprefix("sglang_")
-        notice = row["deprecated"].replace("--", "--sglang-")
-        flags.append(_flag({**row, "options": options}, dest=dest, deprecated=notice))
+        notice = (row["deprecated"] or _deprecated_in_help(row["help"])).replace("--", "--sglang-")
+        values = DEPRECATED_SGLANG_VALUES.get(row["dest"], ())
+        flags.append(_flag({**row, "options": options}, dest=dest, deprecated=notice, deprecated_values=values))
     return flags, owned
+
+
+def _deprecated_in_help(text: str) -> str:
+    """What a help text that begins with "Deprecated" tells to use instead; "" for any other text."""
+    match = re.match(r"[\[(]?deprecated[\]:,.]*\s+([^)]+?)(?:\)|\. |\.?$)", text, re.IGNORECASE)
+    return match[1][0].lower() + match[1][1:] if match else ""
 
 
 def _router_flags(rows: list[dict[str, Any]]) -> list[Flag]:

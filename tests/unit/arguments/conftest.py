@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments import ArgumentsError, build_args
+from slime.utils.arguments import ArgumentsError, Reading, build_args, read_args
 
 # Unequal sizes everywhere; 8 prompts x 4 responses = 32 per rollout, one optimizer step.
 MODEL = {
@@ -79,6 +79,10 @@ class CommandLineCase:
     def args(self, *more: str, environ: dict | None = None, **changed):
         """Parse; the command line must be legal."""
         return build_args(self.argv(*more, **changed), environ=environ or {})
+
+    def reading(self, *more: str, dry_run: bool = False, without: tuple[str, ...] = (), **changed) -> Reading:
+        """Parse without asking whether the command line is legal."""
+        return read_args(self.argv(*more, without=without, **changed), environ={}, dry_run=dry_run)
 
     def problems(self, *more: str, **changed) -> list:
         """Parse; the command line must be refused. Returns the problems."""

@@ -43,6 +43,32 @@ def test_text_only_megatron_can_read_reaches_its_parser(case):
     assert args.megatron_argv[-2:] == ["--moe-layer-freq", "[0]*3+[1]*3"]
 
 
+def test_lists_reach_megatrons_parser(case):
+    """Megatron takes only plain values from the attributes, so a list in the file used to change nothing."""
+    text = "recompute_granularity: selective\nrecompute_modules: [mlp, core_attn]\n"
+    args = case.args(custom_config_path=config(case, text))
+    assert args.recompute_modules == ["mlp", "core_attn"]
+    assert args.megatron_argv[-3:] == ["--recompute-modules", "mlp", "core_attn"]
+
+
+def test_one_value_of_a_list_is_a_list(case):
+    text = "recompute_granularity: selective\nrecompute_modules: mlp\nrollout_stop: END\n"
+    args = case.args(custom_config_path=config(case, text))
+    assert (args.recompute_modules, args.rollout_stop) == (["mlp"], ["END"])
+
+
+def test_deprecated_names_work_with_a_notice(case, caplog):
+    args = case.args(custom_config_path=config(case, "sglang_disable_cuda_graph: true\n"))
+    assert args.sglang_overrides == {"disable_cuda_graph": True}
+    assert "custom.yaml: sglang_disable_cuda_graph is deprecated" in caplog.text
+
+
+def test_the_file_may_name_the_checkpoint_that_describes_the_model(case):
+    flags = ("--hf-checkpoint", "--num-layers", "--rotary-base")
+    args = case.args(without=flags, custom_config_path=config(case, f"hf_checkpoint: {case.hf}\n"))
+    assert (args.num_layers, args.rotary_base) == (6, 1000000)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -71,7 +71,10 @@ def test_dump_details_sets_both_templates(case):
     args = case.args(dump_details="d")
     assert args.save_debug_rollout_data == "d/rollout_data/{rollout_id}.pt"
     assert args.save_debug_train_data == "d/train_data/{rollout_id}_{rank}.pt"
-    assert case.args(dump_details="d", save_debug_rollout_data="mine.pt").save_debug_rollout_data == "mine.pt"
+    assert (
+        case.args(dump_details="d", save_debug_rollout_data="mine_{rollout_id}.pt").save_debug_rollout_data
+        == "mine_{rollout_id}.pt"
+    )
 
 
 def test_batch_size_follows_from_steps(case):
@@ -119,6 +122,7 @@ def test_an_hf_checkpoint_starts_afresh(case):
 
 def test_an_empty_load_falls_back_to_the_reference_and_its_step(case):
     reference = case.megatron_checkpoint("ref")
+    (case.directory / "ref" / "iter_0000005").mkdir()
     args = case.args(load=case.directory / "new", ref_load=reference, ref_ckpt_step=5)
     assert (args.load, args.ckpt_step, args.start_rollout_id) == (reference, 5, 0)
 
@@ -134,7 +138,7 @@ def test_megatron_gets_slimes_decisions(case):
     assert (args.seq_length, args.max_position_embeddings, args.rope_type) == (4096, 4096, "rope")
     assert (args.tokenizer_type, args.tokenizer_model) == ("HuggingFaceTokenizer", str(case.hf))
     assert args.moe_token_dispatcher_type == "alltoall"
-    assert case.args("--multi-latent-attention", max_position_embeddings=77).rope_type == "yarn"
+    assert case.reading("--multi-latent-attention", max_position_embeddings=77).args.rope_type == "yarn"
     assert args.lr == 1e-6 and args.clip_grad == 1.0 and args.micro_batch_size == 1
 
 
@@ -145,8 +149,9 @@ def test_engine_sizes_have_both_names(case):
 
 
 def test_environment_is_read_at_the_entry_point_and_flags_win(case):
-    environ = {"RAY_ADDRESS": "10.0.0.1:6379", "WANDB_MODE": "offline"}
+    environ = {"RAY_ADDRESS": "10.0.0.1:6379", "WANDB_MODE": "offline", "SGLANG_PP_LAYER_PARTITION": "4,2"}
     args = case.args(environ=environ)
+    assert args.sglang_pp_layer_partition == "4,2" and case.args().sglang_pp_layer_partition is None
     assert (args.ray_address, args.wandb_mode) == ("10.0.0.1:6379", "offline")
     args = case.args("--ray-address", "auto", "--wandb-mode", "online", environ=environ)
     assert (args.ray_address, args.wandb_mode) == ("auto", "online")

@@ -11,12 +11,13 @@ from slime.utils.arguments.upstream import load_tables
 
 ROOT = Path(__file__).resolve().parents[3]
 # What the arguments are called where they are read.
-NAMES = {"args", "_args", "a", "view", "megatron"}
+NAMES = {"args", "_args", "arguments", "a", "view", "megatron"}
 # Read by name: through getattr(args, "..."), or from the table of fallbacks of an evaluation's settings.
 BY_NAME = {
     "custom_rm_path": "slime/rollout/rm_hub/__init__.py",
     "rm_type": "slime/rollout/rm_hub/__init__.py",
-    "custom_config_path": "slime/utils/arguments/__init__.py",
+    "custom_config_path": "slime/utils/arguments/reading.py",
+    "megatron_config_path": "slime/utils/arguments/reading.py",
     "eval_input_key": "slime/utils/eval_config.py",
     "eval_label_key": "slime/utils/eval_config.py",
     "eval_max_response_len": "slime/utils/eval_config.py",
@@ -30,13 +31,14 @@ BY_NAME = {
 # Flags that leave no choice: their one supported value is what the code does, or a check holds them to it.
 NO_CHOICE = {"train_backend", "rollout_data_transport"}
 CHECKED = {"distributed_backend"}
-SUPPORTED = [flag for group in GROUPS for flag in group.flags if flag.supported]
+# A deprecated flag says itself that it changes nothing.
+SUPPORTED = [flag for group in GROUPS for flag in group.flags if flag.supported and not flag.deprecated]
 
 
 def attributes_read() -> set[str]:
     tables = ROOT / "slime" / "utils" / "arguments"
     readers = [path for path in (ROOT / "slime").rglob("*.py") if tables not in path.parents]
-    readers += [ROOT / "train.py", tables / "derive.py", tables / "__init__.py"]
+    readers += [ROOT / "train.py", tables / "derive.py", tables / "reading.py"]
     return {
         node.attr
         for path in readers

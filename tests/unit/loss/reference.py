@@ -13,7 +13,7 @@ _DEFAULTS = {
     "rollout_top_p": 1.0,
     "log_probs_chunk_size": -1,
     "entropy_coef": 0.0,
-    "allgather_cp": False,
+    "experimental_attention_variant": None,
     "advantage_estimator": "grpo",
     "eps_clip": 0.2,
     "eps_clip_high": 0.28,

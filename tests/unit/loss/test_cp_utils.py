@@ -114,7 +114,8 @@ def test_wrong_lengths_are_named():
         reduce(torch.ones(3, 1))
 
 
-def test_allgather_layout_is_refused_only_with_context_parallelism():
-    require_zigzag(make_args(allgather_cp=True), ParallelState())
-    with pytest.raises(NotImplementedError, match="--allgather-cp with --context-parallel-size 2"):
-        require_zigzag(make_args(allgather_cp=True), ParallelState(cp_size=2))
+def test_sparse_attention_is_refused_only_with_context_parallelism():
+    require_zigzag(make_args(experimental_attention_variant="dsa"), ParallelState())
+    require_zigzag(make_args(), ParallelState(cp_size=2))
+    with pytest.raises(NotImplementedError, match="--context-parallel-size 2"):
+        require_zigzag(make_args(experimental_attention_variant="dsa"), ParallelState(cp_size=2))

@@ -29,6 +29,7 @@ TWO_RANKS = {
     "pp2": (PP2, {}),
     "pp2 with two virtual stages": ([*PP2, "--num-layers-per-virtual-pipeline-stage", "1"], {}),
     "cp2": (["--context-parallel-size", "2"], DYNAMIC),
+    "cp2 gathering keys and values": (["--context-parallel-size", "2"], DYNAMIC | {"allgather_cp": True}),
     "per token, dp2": ([], PER_TOKEN),
     "per token, cp2": (["--context-parallel-size", "2"], PER_TOKEN | DYNAMIC),
 }

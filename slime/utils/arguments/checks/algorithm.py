@@ -30,11 +30,13 @@ def check_whole_distribution(a: Namespace, given: Mapping[str, str]) -> Iterator
     why = "the trainer would need the tokens that were left to choose from at each position, which it does not get"
     for flag, value, off in (("--rollout-top-p", a.rollout_top_p, 1), ("--rollout-top-k", a.rollout_top_k, -1)):
         if value != off:
-            yield Problem((flag,), f"{value:g} is not supported yet: {why}; {off} is off", f"{flag} {off}")
+            says = f"{value:g} is not supported yet: {why}; {off} is off"
+            yield Problem((flag,), says, f"{flag} {off}", kind="unsupported")
     preferred = a.sglang_preferred_sampling_params or {}
     for name in sorted(SHAPING & preferred.keys()):
         says = f"{name} {preferred[name]!r} is not supported: responses would come from another distribution than "
-        yield Problem(("--sglang-preferred-sampling-params",), says + "the one the trainer scores them under")
+        says += "the one the trainer scores them under"
+        yield Problem(("--sglang-preferred-sampling-params",), says, kind="unsupported")
 
 
 def check_kl(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -43,7 +45,9 @@ def check_kl(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
         says = (
             f"{a.kl_coef:g} and {a.kl_loss_coef:g}: the KL term is either part of the reward or of the loss, not both"
         )
-        yield Problem(("--kl-coef", "--kl-loss-coef"), says, f"--use-kl-loss --kl-loss-coef {a.kl_loss_coef:g}")
+        yield Problem(
+            ("--kl-coef", "--kl-loss-coef"), says, f"--kl-coef 0 --use-kl-loss --kl-loss-coef {a.kl_loss_coef:g}"
+        )
     elif (
         a.kl_coef != 0
         and not a.custom_advantage_function_path
@@ -53,7 +57,7 @@ def check_kl(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
             f"{a.kl_coef:g} has no effect with --advantage-estimator {a.advantage_estimator}, whose rewards carry "
             f"no KL penalty (only {', '.join(KL_IN_REWARD_ESTIMATORS)} and custom advantage functions do)"
         )
-        yield Problem(("--kl-coef",), says, f"--use-kl-loss --kl-loss-coef {a.kl_coef:g}")
+        yield Problem(("--kl-coef",), says, f"--kl-coef 0 --use-kl-loss --kl-loss-coef {a.kl_coef:g}")
 
 
 def check_estimator(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -67,7 +71,8 @@ def check_estimator(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]
         yield Problem(("--advantage-estimator",), says, "--normalize-advantages")
     if a.group_rm and a.eval_datasets and a.eval_interval is not None and not a.custom_rm_path:
         says = "scores whole groups, and evaluation scores single samples"
-        yield Problem(("--group-rm", "--eval-interval"), says, "--eval-config with custom_rm_path for each data set")
+        legal = "leave --group-rm out, or give each data set of --eval-config a custom_rm_path"
+        yield Problem(("--group-rm", "--eval-interval"), says, legal)
 
 
 def check_groups(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -95,7 +100,7 @@ def check_corrections(a: Namespace, given: Mapping[str, str]) -> Iterator[Proble
         says = (
             "the engines' log-probs are already the old policy's, so there is nothing to correct; give one of the two"
         )
-        yield Problem(("--use-rollout-logprobs", "--use-tis"), says, "--use-tis")
+        yield Problem(("--use-rollout-logprobs", "--use-tis"), says, "leave --use-rollout-logprobs out")
     if a.get_mismatch_metrics and not a.custom_tis_function_path:
         yield Problem(
             ("--get-mismatch-metrics",), "the metrics come from --custom-tis-function-path, which is not given"
@@ -130,12 +135,32 @@ def check_trained_parameters(a: Namespace, given: Mapping[str, str]) -> Iterator
         yield Problem(("--only-train-params-name-list", "--freeze-params-name-list"), says)
 
 
-def check_precision(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """One precision."""
-    names = ("fp32", "bf16", "fp16")
-    asked = tuple(given[name] for name in names if name in given and (name == "fp32" or getattr(a, name)))
-    if len(asked) > 1:
-        yield Problem(asked, "give one precision", "--bf16")
+def check_critic(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Rollouts that train the critic alone need one, and a value clip is a range."""
+    if a.num_critic_only_steps < 0:
+        says = f"is {a.num_critic_only_steps}, must be at least 0"
+        yield Problem(("--num-critic-only-steps",), says, "--num-critic-only-steps 0")
+    elif a.num_critic_only_steps and not a.use_critic:
+        says = f"{a.num_critic_only_steps} rollouts train a critic, which {a.advantage_estimator} has not"
+        yield Problem(("--num-critic-only-steps",), says, "--advantage-estimator ppo")
+    for flag, value in (("--gamma", a.gamma), ("--lambd", a.lambd)):
+        if not 0 <= value <= 1:
+            yield Problem((flag,), f"is {value:g}, must be within [0, 1]", f"{flag} 1.0")
+    if a.value_clip < 0:
+        yield Problem(("--value-clip",), f"is {a.value_clip:g}, must be >= 0", "--value-clip 0.2")
+
+
+def check_routing_replay(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Replaying the experts needs experts, and a pass that records them."""
+    replay, from_engines = "--use-routing-replay", "--use-rollout-routing-replay"
+    asked = from_engines if a.use_rollout_routing_replay else replay
+    if not (a.use_routing_replay or a.use_rollout_routing_replay) or a.debug_rollout_only:
+        return
+    if not a.num_experts and a.num_layers:
+        yield Problem((asked,), "replays the choice of experts, and the model has none; leave it out")
+    if a.use_rollout_logprobs and not a.use_rollout_routing_replay and not a.get_mismatch_metrics:
+        says = "the engines' log-probs leave out the pass that would record the trainer's experts"
+        yield Problem((replay, "--use-rollout-logprobs"), says, from_engines)
 
 
 CHECKS = (
@@ -147,5 +172,6 @@ CHECKS = (
     check_corrections,
     check_loss,
     check_trained_parameters,
-    check_precision,
+    check_critic,
+    check_routing_replay,
 )

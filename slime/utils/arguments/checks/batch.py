@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
+from slime.utils.arguments.checks.common import is_interleaved, largest_divisor, round_up
 from slime.utils.arguments.flag import Problem
 
 AT_LEAST_ONE = (
@@ -32,8 +33,19 @@ AT_LEAST_ONE = (
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "vocab_size",
+    "padded_vocab_size",
 )
-NOT_NEGATIVE = ("num_rollout", "rollout_num_gpus", "start_rollout_id")
+NOT_NEGATIVE = ("num_rollout", "rollout_num_gpus", "start_rollout_id", "num_experts", "mtp_num_layers")
 
 
 def check_ranges(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -66,9 +78,9 @@ def check_batch_identity(a: Namespace, given: Mapping[str, str]) -> Iterator[Pro
     )
     if steps and responses % steps:
         says = f"{made} responses do not divide into {steps} steps"
-        yield Problem(
-            ("--num-steps-per-rollout",), says, f"--num-steps-per-rollout {_largest_divisor(responses, steps)}"
-        )
+        whole = "global_batch_size" in given and a.global_batch_size > 0 and responses % a.global_batch_size == 0
+        legal = responses // a.global_batch_size if whole else largest_divisor(responses, steps)
+        yield Problem(("--num-steps-per-rollout",), says, f"--num-steps-per-rollout {legal}")
         return
     if steps and a.global_batch_size != responses // steps:
         each, stated = responses // steps, a.global_batch_size
@@ -89,7 +101,7 @@ def check_batch_identity(a: Namespace, given: Mapping[str, str]) -> Iterator[Pro
         rest = responses % a.global_batch_size
         says = f"{made} responses are not a multiple of {a.global_batch_size}: {rest} of each rollout would go unused"
         yield Problem(
-            ("--global-batch-size",), says, f"--global-batch-size {_largest_divisor(responses, a.global_batch_size)}"
+            ("--global-batch-size",), says, f"--global-batch-size {largest_divisor(responses, a.global_batch_size)}"
         )
 
 
@@ -109,11 +121,18 @@ def check_micro_batches(a: Namespace, given: Mapping[str, str]) -> Iterator[Prob
                 ("--global-batch-size",), says, f"--global-batch-size {unit}, with a --rollout-batch-size to match"
             )
         return
-    unit *= a.micro_batch_size
-    if a.global_batch_size % unit:
-        says = f"{a.global_batch_size} is not a multiple of --micro-batch-size {a.micro_batch_size} x {terms} = {unit}"
-        legal = max(unit, a.global_batch_size // unit * unit)
-        yield Problem(("--global-batch-size",), says, f"--global-batch-size {legal}, or --use-dynamic-batch-size")
+    if a.global_batch_size % (unit * a.micro_batch_size):
+        sums = f"--micro-batch-size {a.micro_batch_size} x {terms} = {unit * a.micro_batch_size}"
+        says = f"{a.global_batch_size} is not a multiple of {sums}"
+        yield Problem(("--global-batch-size",), says, f"{_legal_static_batch(a, unit)}, or --use-dynamic-batch-size")
+
+
+def _legal_static_batch(a: Namespace, unit: int) -> str:
+    """The largest micro-batch, or else step, that gives each of `unit` micro-batches as many samples."""
+    if a.global_batch_size % unit == 0:
+        return f"--micro-batch-size {largest_divisor(a.global_batch_size // unit, a.micro_batch_size)}"
+    whole = round_up(a.global_batch_size, unit * a.micro_batch_size)
+    return f"--global-batch-size {whole}, with a --rollout-batch-size to match"
 
 
 def check_sampling_batches(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -133,28 +152,10 @@ def check_sampling_batches(a: Namespace, given: Mapping[str, str]) -> Iterator[P
         yield Problem(("--over-sampling-batch-size",), says, f"--over-sampling-batch-size {batch}")
 
 
-def check_context_length(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """A response has a limit, and a prompt leaves room for at least one token of it."""
-    generates = a.num_rollout != 0 or any(data.max_response_len is None for data in a.eval_datasets)
-    if generates and not a.debug_train_only and a.rollout_max_response_len is None:
-        says = "is not given; it is the largest number of tokens of a response"
-        yield Problem(("--rollout-max-response-len",), says, "--rollout-max-response-len 1024")
-    context, prompt = a.rollout_max_context_len, a.rollout_max_prompt_len
-    if context is not None and prompt is not None and prompt > context - 1:
-        room = f"at most {context} - 1 = {context - 1}"
-        says = f"{prompt} leaves no room for a response in --rollout-max-context-len {context}: {room}"
-        yield Problem(("--rollout-max-prompt-len",), says, f"--rollout-max-prompt-len {context - 1}")
-
-
 def _micro_batch_group(a: Namespace) -> int:
-    interleaved = a.num_layers_per_virtual_pipeline_stage or a.num_virtual_stages_per_pipeline_rank
-    if not interleaved or a.pipeline_model_parallel_size == 1:
+    if not is_interleaved(a) or a.pipeline_model_parallel_size == 1:
         return 1
     return a.microbatch_group_size_per_vp_stage or a.pipeline_model_parallel_size
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
 
 
 CHECKS = (
@@ -163,5 +164,4 @@ CHECKS = (
     check_batch_identity,
     check_micro_batches,
     check_sampling_batches,
-    check_context_length,
 )

@@ -1,18 +1,21 @@
-"""Rules of paths: what must exist is there, and outputs do not overwrite each other."""
+"""Rules of inputs: what the run reads is there, and is what it should be. Absence is a matter of this machine."""
 
-import importlib.util
+import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from slime.utils.arguments.checks.common import model_config
 from slime.utils.arguments.flag import Problem
-from slime.utils.arguments.groups import GROUPS
-from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint
+from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint, language_model
 
-_SLICE = re.compile(r"@\[[^\]]*\]$")
-_PLUG_INS = {flag.dest for group in GROUPS for flag in group.flags if flag.dest.endswith("_path")}
-_PLUG_INS -= {"custom_config_path", "megatron_config_path"}
+_SLICE = re.compile(r"@\[([^\]]*)\]$")
+_BOUNDS = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
+_SUFFIXES = (".jsonl", ".parquet")
+# Facts by which a checkpoint to load shows that it belongs to another model.
+FAMILY = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "n_routed_experts")
 
 
 def check_hf_checkpoint(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -20,9 +23,9 @@ def check_hf_checkpoint(a: Namespace, given: Mapping[str, str]) -> Iterator[Prob
     if a.hf_checkpoint is None:
         yield Problem(("--hf-checkpoint",), "is not given; tokenizer, engines and model facts come from it")
     elif not Path(a.hf_checkpoint).is_dir():
-        yield Problem(("--hf-checkpoint",), f"{a.hf_checkpoint} is not a directory")
+        yield Problem(("--hf-checkpoint",), f"{a.hf_checkpoint} is not a directory", kind="absent")
     elif not is_hf_checkpoint(a.hf_checkpoint):
-        yield Problem(("--hf-checkpoint",), f"{a.hf_checkpoint} holds no config.json")
+        yield Problem(("--hf-checkpoint",), f"{a.hf_checkpoint} holds no config.json", kind="absent")
 
 
 def check_prompt_data(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -31,28 +34,35 @@ def check_prompt_data(a: Namespace, given: Mapping[str, str]) -> Iterator[Proble
         return
     if a.prompt_data is None:
         if "data_source_path" not in given:
-            yield Problem(
-                ("--prompt-data",),
-                "is not given; without it there is nothing to train on",
-                "--prompt-data train.jsonl",
-            )
-    elif not _exists(a.prompt_data):
-        yield Problem(("--prompt-data",), f"{_file(a.prompt_data)} does not exist")
+            says = "is not given; without it there is nothing to train on"
+            yield Problem(("--prompt-data",), says, "--prompt-data train.jsonl")
+    elif "data_source_path" not in given:
+        yield from _check_data_file("--prompt-data", "", a.prompt_data)
 
 
 def check_eval_data(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     """An evaluation has data, and its files exist."""
-    if (
-        a.eval_interval is not None
-        and not a.eval_datasets
-        and not ("eval_config" in given or "eval_prompt_data" in given)
-    ):
+    asked = "eval_config" in given or "eval_prompt_data" in given
+    if a.eval_interval is not None and not a.eval_datasets and not asked:
         says = f"{a.eval_interval} asks for evaluations, and no evaluation data is given"
         yield Problem(("--eval-interval",), says, "--eval-prompt-data heldout heldout.jsonl")
+    if "eval_function_path" in given or "rollout_function_path" in given:
+        return  # a function of the user's reads what it likes
     flag = "--eval-config" if a.eval_config else "--eval-prompt-data"
     for dataset in a.eval_datasets:
-        if not _exists(dataset.path):
-            yield Problem((flag,), f"{dataset.name}: {_file(dataset.path)} does not exist")
+        yield from _check_data_file(flag, f"{dataset.name}: ", dataset.path)
+
+
+def _check_data_file(flag: str, where: str, path: str) -> Iterator[Problem]:
+    file = _SLICE.sub("", path)
+    span = _SLICE.search(path)
+    if span and not _BOUNDS.fullmatch(span[1]):
+        says = f"{where}{path}: [{span[1]}] is no slice of rows"
+        yield Problem((flag,), says, f"{flag} {file}@[0:100]" if not where else "")
+    if Path(file).suffix not in _SUFFIXES:
+        yield Problem((flag,), f"{where}{file} must be a {' or '.join(_SUFFIXES)} file")
+    elif not Path(file).exists():
+        yield Problem((flag,), f"{where}{file} does not exist", kind="absent")
 
 
 def check_reference(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -67,71 +77,59 @@ def check_reference(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]
         kinds = (
             "neither a Megatron checkpoint (latest_checkpointed_iteration.txt) nor a Hugging Face one (config.json)"
         )
-        says = f"{a.ref_load} is {kinds}"
-        yield Problem(("--ref-load",), says)
+        yield Problem(("--ref-load",), f"{a.ref_load} is {kinds}", kind="absent")
 
 
-def check_saving(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """Checkpoints have a place, and a path that names one rollout can name them all."""
-    if a.save_interval is not None and a.save is None:
-        yield Problem(
-            ("--save-interval",),
-            f"{a.save_interval} asks for checkpoints, and --save is not given",
-            "--save checkpoints",
-        )
-    for name in ("save_debug_rollout_data", "save_debug_train_data", "save_hf"):
-        template, flag = getattr(a, name), given.get(name, "--" + name.replace("_", "-"))
-        if template is None:
+def check_checkpoint_steps(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """An iteration that is asked for is there."""
+    if a.debug_rollout_only:
+        return
+    for flag, step, directory in (
+        ("--ref-ckpt-step", a.ref_ckpt_step, a.ref_load),
+        ("--ckpt-step", a.ckpt_step if "ckpt_step" in given else None, a.load),
+    ):
+        if step is None or not is_megatron_checkpoint(directory):
             continue
-        try:
-            template.format(rollout_id=0, rank=0)
-        except (KeyError, IndexError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            says = f"{template} is no template ({reason}); known fields: {{rollout_id}} and {{rank}}"
-            yield Problem((flag,), says)
-    if a.save_debug_rollout_data is not None and a.save_debug_rollout_data == a.save_debug_train_data:
-        says = f"both are {a.save_debug_rollout_data}; one would overwrite the other"
-        yield Problem(("--save-debug-rollout-data", "--save-debug-train-data"), says)
+        if not (Path(directory) / f"iter_{step:07d}").is_dir():
+            there = sorted(int(path.name[5:]) for path in Path(directory).glob("iter_[0-9]*"))
+            says = f"{step} is not in {directory}" + (f", which has {', '.join(map(str, there))}" if there else "")
+            yield Problem((flag,), says, f"{flag} {there[-1]}" if there else "", kind="absent")
+
+
+def check_same_model(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """A Hugging Face checkpoint to start or compare from is of the model that the engines serve."""
+    config = model_config(a)
+    if a.debug_rollout_only or not config:
+        return
+    for flag, path in (("--load", a.load), ("--ref-load", a.ref_load)):
+        if path is None or not is_hf_checkpoint(path) or is_megatron_checkpoint(path):
+            continue
+        theirs = _config_of(path)
+        for key in FAMILY:
+            fact, other = config.get(key), theirs.get(key)
+            if fact is not None and other is not None and fact != other:
+                says = f"{path} is another model: its {key} is {other}, that of --hf-checkpoint is {fact}"
+                yield Problem((flag,), says, f"{flag} {a.hf_checkpoint}")
+                break
+
+
+def _config_of(path: str) -> dict[str, Any]:
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return {}  # the loader will say so; this check has nothing to compare
+    return language_model(config) if isinstance(config, dict) else {}
 
 
 def check_debug_data(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     """Saved rollouts exist; a sub-sample is a fraction."""
     fraction = a.load_debug_rollout_data_subsample
     if fraction is not None and not 0 < fraction <= 1:
-        yield Problem(("--load-debug-rollout-data-subsample",), f"is {fraction:g}, must be within (0, 1]")
+        says = f"is {fraction:g}, must be within (0, 1]"
+        yield Problem(("--load-debug-rollout-data-subsample",), says, "--load-debug-rollout-data-subsample 0.5")
     path = a.load_debug_rollout_data
     if path is not None and "{" not in path and not Path(path).is_file():
-        yield Problem(("--load-debug-rollout-data",), f"{path} does not exist")
-
-
-def check_plug_ins(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """The modules of plug-ins exist. They are not imported here; of a dotted path its parent packages are."""
-    for dest, flag in given.items():
-        path = getattr(a, dest, None)
-        if dest not in _PLUG_INS or path is None:
-            continue
-        if ".py:" in path:
-            file = Path(path.rpartition(":")[0]).expanduser()
-            if not file.is_file():
-                yield Problem((flag,), f"{path}: {file} does not exist")
-            continue
-        module = path.rpartition(".")[0]
-        try:
-            found = bool(module) and importlib.util.find_spec(module) is not None
-        except ImportError as error:
-            yield Problem((flag,), f"{path}: {error}")
-            continue
-        if not found:
-            says = f"{path}: there is no module {module!r}" if module else f"{path} names no module"
-            yield Problem((flag,), says, f"{flag} package.module.name")
-
-
-def _file(path: str) -> str:
-    return _SLICE.sub("", path)
-
-
-def _exists(path: str) -> bool:
-    return Path(_file(path)).exists()
+        yield Problem(("--load-debug-rollout-data",), f"{path} does not exist", kind="absent")
 
 
 CHECKS = (
@@ -139,7 +137,7 @@ CHECKS = (
     check_prompt_data,
     check_eval_data,
     check_reference,
-    check_saving,
+    check_checkpoint_steps,
+    check_same_model,
     check_debug_data,
-    check_plug_ins,
 )

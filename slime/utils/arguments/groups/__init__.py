@@ -11,6 +11,7 @@ from slime.utils.arguments.groups import (
     evaluation,
     fault_tolerance,
     megatron_extra,
+    plan,
     reward,
     rollout,
     tracking,
@@ -33,5 +34,6 @@ GROUPS: tuple[FlagGroup, ...] = tuple(
         megatron_extra,
         fault_tolerance,
         distillation,
+        plan,
     )
 )

@@ -47,7 +47,7 @@ GROUP = FlagGroup(
             None,
             "Ray cluster to join, host:port or auto. Default: the variable RAY_ADDRESS, else a local cluster.",
         ),
-        Flag("--ray-startup-timeout", float, 60.0, "Seconds until Ray must offer the resources this run needs."),
+        Flag("--ray-startup-timeout", float, 45.0, "Seconds until Ray must offer the resources this run needs."),
         Flag(
             "--log-dir",
             str,

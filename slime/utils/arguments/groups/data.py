@@ -52,7 +52,7 @@ GROUP = FlagGroup(
             "--log-probs-max-tokens-per-gpu",
             int,
             None,
-            "The same for passes that only compute log-probs.",
+            "--max-tokens-per-gpu of passes that only compute log-probs.",
             supported=False,
         ),
     ],

@@ -22,7 +22,7 @@ GROUP = FlagGroup(
             None,
             "File for each rollout's training data; {rollout_id} and {rank} are filled in.",
         ),
-        Flag("--dump-details", str, None, "Directory for both of the above."),
+        Flag("--dump-details", str, None, "Directory for --save-debug-rollout-data and --save-debug-train-data."),
         Flag("--load-forge-rollout-data", str, None, "Saved rollouts to replay with live engines.", supported=False),
         Flag("--memory-snapshot-dir", str, ".", "Directory of memory snapshots.", supported=False),
         Flag("--memory-snapshot-num-steps", int, None, "Steps a memory snapshot covers.", supported=False),
@@ -43,7 +43,7 @@ GROUP = FlagGroup(
             supported=False,
         ),
         switch("--ci-test", "Check invariants of the first steps.", supported=False),
-        switch("--ci-disable-kl-checker", "Leave the KL check out.", supported=False),
+        switch("--ci-disable-kl-checker", "Leave the KL check of --ci-test out.", supported=False),
         Flag(
             "--ci-train-rollout-logprob-abs-diff-threshold",
             float,

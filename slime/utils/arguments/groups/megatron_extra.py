@@ -20,8 +20,23 @@ GROUP = FlagGroup(
         Flag("--data-pad-size-multiplier", int, 128, "Packed batches are padded to a multiple of this many tokens."),
         Flag("--padded-vocab-size", int, None, "Vocabulary size of the model. Default: padded from the checkpoint's."),
         Flag("--mtp-num-layers", int, None, "Multi-token-prediction layers.", supported=False),
-        Flag("--mtp-loss-scaling-factor", float, 0.2, "Weight of their loss.", supported=False),
-        switch("--enable-mtp-training", "Train them.", supported=False),
+        Flag(
+            "--mtp-loss-scaling-factor",
+            float,
+            0.2,
+            "Weight of the loss of multi-token-prediction layers.",
+            supported=False,
+        ),
+        switch("--enable-mtp-training", "Train the multi-token-prediction layers too.", supported=False),
+        switch(
+            "--post-self-attn-layernorm", "A norm after the attention, before its residual (GLM-4).", supported=False
+        ),
+        switch("--post-mlp-layernorm", "A norm after the MLP, before its residual (GLM-4).", supported=False),
+        switch(
+            "--use-gated-attention",
+            "Attention with an output gate.",
+            deprecated="it changes nothing: models with a gated attention get it from their config",
+        ),
         Flag("--custom-megatron-init-path", str, None, "Hook f(args) at the end of Megatron's initialisation."),
         Flag(
             "--custom-megatron-before-log-prob-hook-path",

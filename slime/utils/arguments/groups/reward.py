@@ -8,7 +8,7 @@ GROUP = FlagGroup(
     [
         Flag("--rm-type", str, None, "Built-in reward, such as math, deepscaler, dapo, exact, remote_rm."),
         Flag("--reward-key", str, None, "Key of the reward when it is a dict."),
-        Flag("--eval-reward-key", str, None, "The same in evaluation. Default: --reward-key."),
+        Flag("--eval-reward-key", str, None, "--reward-key of evaluations. Default: --reward-key."),
         switch("--group-rm", "Score a whole group at once."),
         Flag("--rm-url", str, None, "Address of a remote reward service."),
         Flag("--custom-rm-path", str, None, "Coroutine f(args, sample) that scores a sample."),
@@ -40,10 +40,10 @@ GROUP = FlagGroup(
             "--fetch-trajectory-retry-times",
             int,
             -1,
-            "Times to ask that service for data; -1: for ever.",
+            "Times to ask the rollout buffer for data; -1: for ever.",
             supported=False,
         ),
         Flag("--rollout-task-type", str, "math", "Task of the rollout buffer.", supported=False),
-        Flag("--min-batch-collection-ratio", float, 1.0, "Part of a batch that suffices.", supported=False),
+        Flag("--min-batch-collection-ratio", float, 1.0, "Part of a batch that suffices to go on.", supported=False),
     ],
 )

@@ -106,6 +106,10 @@ GROUP = FlagGroup(
             nargs="*",
         ),
         switch("--freeze-indexer", "Freeze the sparse-attention indexer.", supported=False),
-        switch("--allgather-cp", "Context parallelism by all-gather (models with sparse attention)."),
+        switch(
+            "--allgather-cp",
+            "Context parallelism gathers keys and values instead of passing them around. Models with sparse attention "
+            "need it and get it by themselves.",
+        ),
     ],
 )

@@ -1,0 +1,238 @@
+"""Rules of pipeline stages: which layers they hold, multi-token prediction at their end, top-k indices within them.
+
+The arithmetic is slime.utils.layout's; here it becomes problems.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+
+from slime.utils.arguments.checks.common import (
+    Check,
+    divisors,
+    first_of,
+    is_interleaved,
+    largest_divisor,
+    model_config,
+    of_engines,
+    of_trainer,
+)
+from slime.utils.arguments.flag import Problem
+from slime.utils.arguments.hf_config import uses_sparse_attention
+from slime.utils.layout.engine_stages import PARTITION_VARIABLE, engine_stages
+from slime.utils.layout.errors import LayoutError
+from slime.utils.layout.index_sharing import (
+    IndexSharing,
+    illegal_engine_starts,
+    illegal_starts,
+    index_sharing,
+    index_sharing_of_config,
+    index_sharing_of_engine,
+    legal_splits,
+)
+from slime.utils.layout.moe_layers import moe_layer_pattern
+from slime.utils.layout.pipeline import FIRST, LAST, LAYOUT, PP, pipeline_layout
+from slime.utils.layout.splits import balanced_counts
+from slime.utils.layout.stage_string import stage_string
+
+SHOWN_SPLITS = 4
+ROTARY_FOR_MTP = ("rope", "none")
+
+
+@of_trainer
+def check_stages(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """The layers split over the (virtual) stages as Megatron splits them."""
+    if not a.num_layers or a.num_layers < 1:
+        return  # the model is not described: another problem
+    try:
+        pipeline_layout(a)
+    except LayoutError as error:
+        yield _problem(error)
+    group = a.microbatch_group_size_per_vp_stage
+    if group is not None and is_interleaved(a) and group < a.pipeline_model_parallel_size:
+        flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+        says = f"{group} is less than {PP} {a.pipeline_model_parallel_size}: the first stage would wait for the last"
+        yield Problem((flag,), says, f"{flag} {a.pipeline_model_parallel_size}")
+
+
+@of_trainer
+def check_expert_layers(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """--moe-layer-freq describes each layer of the model."""
+    if a.num_experts and a.num_layers and a.num_layers > 0:
+        try:
+            moe_layer_pattern(a.moe_layer_freq, a.num_layers)
+        except LayoutError as error:
+            yield _problem(error)
+
+
+@of_trainer
+def check_index_sharing(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Top-k indices do not cross stages: each stage of the trainer starts on a layer that computes its own."""
+    if not uses_sparse_attention(a) or not a.num_layers or a.num_layers < 1:
+        return
+    try:
+        sharing = index_sharing(a)
+    except LayoutError as error:
+        yield _problem(error)
+        return
+    if sharing is None:
+        return  # config.json tells of sparse attention, and was not understood: reported as such
+    try:
+        wrong = illegal_starts(pipeline_layout(a), sharing)
+    except LayoutError:
+        return  # reported as such
+    if not wrong:
+        return
+    pp = a.pipeline_model_parallel_size
+    starts = ", ".join(f"stage {chunk.pp_rank} on layer {chunk.layers[0]}" for chunk in wrong[:SHOWN_SPLITS])
+    says = (
+        f"{starts}{', ...' if len(wrong) > SHOWN_SPLITS else ''} (counted from 0) would start on a layer that reuses "
+        f"another layer's top-k (frequency {a.dsa_indexer_topk_freq}, offset {a.dsa_indexer_skip_topk_offset})"
+    )
+    splits = [] if is_interleaved(a) else legal_splits(sharing, a.num_layers, pp)
+    if splits and a.pipeline_model_parallel_layout is None:
+        shown = ", ".join(f"{first}/{last}" for first, last in splits[:SHOWN_SPLITS])
+        says += f"; legal first/last stages for {PP} {pp}: {shown}"
+    flags = tuple(flag for flag in (PP, FIRST, LAST, LAYOUT) if flag == PP or _given(a, flag))
+    yield Problem(flags, says, _legal_stages(a, sharing, splits))
+
+
+def _legal_stages(a: Namespace, sharing: IndexSharing, splits: list[tuple[int, int]]) -> str:
+    """Flags of a pipeline whose stages all start on computing layers, as like the one that was asked for as can be."""
+    pp, layers = a.pipeline_model_parallel_size, a.num_layers
+    if a.pipeline_model_parallel_layout is not None:
+        counts = balanced_counts(layers, pp, sharing.computes)
+        return f"{LAYOUT} {stage_string(counts, a.mtp_num_layers or 0)}" if counts else f"leave {LAYOUT} out"
+    if splits:
+        return f"{FIRST} {splits[0][0]} {LAST} {splits[0][1]}"
+    fewer = [] if is_interleaved(a) else [size for size in range(pp, 1, -1) if legal_splits(sharing, layers, size)]
+    if not fewer:
+        return f"{PP} 1"
+    first, last = legal_splits(sharing, layers, fewer[0])[0]
+    return f"{PP} {fewer[0]} {FIRST} {first} {LAST} {last}"
+
+
+@of_trainer
+def check_index_sharing_of_checkpoint(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """The trainer shares indices as config.json says, which decides where the checkpoint has indexer weights.
+
+    Contradictions within config.json are reported where it is read.
+    """
+    config = model_config(a)
+    if config.get("num_hidden_layers") is None or not uses_sparse_attention(a):
+        return
+    try:
+        theirs, mine = index_sharing_of_config(config), index_sharing(a)
+    except LayoutError:
+        return  # each side's own contradiction, reported as such
+    if theirs is None or mine is None or len(mine.computes) != len(theirs.computes):
+        return
+    if theirs == mine:
+        return
+    layer = next(i for i, (x, y) in enumerate(zip(mine.computes, theirs.computes, strict=True)) if x != y)
+    has = "has" if theirs.computes[layer] else "has no"
+    says = (
+        f"{a.dsa_indexer_topk_freq} and {a.dsa_indexer_skip_topk_offset} let layer {layer} (counted from 0) "
+        f"{'compute its own top-k' if mine.computes[layer] else 'reuse the top-k of an earlier layer'}, "
+        f"and by config.json the checkpoint {has} indexer weights there"
+    )
+    freq, offset = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 0)
+    legal = f"--dsa-indexer-topk-freq {freq} --dsa-indexer-skip-topk-offset {offset}"
+    yield Problem(("--dsa-indexer-topk-freq", "--dsa-indexer-skip-topk-offset"), says, legal)
+
+
+@of_engines
+def check_engine_stages(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """The engines' pipeline stages start on computing layers too; SGLang cuts them evenly."""
+    config, pp = model_config(a), a.sglang_pp_size
+    layers = first_of(config, "num_hidden_layers") or a.num_layers
+    if pp <= 1 or not layers:
+        return
+    if pp > layers:
+        says = f"{pp} stages for {layers} layers"
+        legal = largest_divisor(a.rollout_num_gpus_per_engine, layers)
+        yield Problem(("--sglang-pp-size",), says, f"--sglang-pp-size {legal}")
+        return
+    partition = a.sglang_pp_layer_partition
+    try:
+        stages = engine_stages(layers, pp, partition)
+    except LayoutError as error:
+        yield _problem(error)
+        return
+    try:
+        sharing = index_sharing_of_engine(config) if config else index_sharing(a)
+    except LayoutError:
+        return  # a contradiction of config.json, reported as such
+    if sharing is None or len(sharing.computes) != layers:
+        return
+    wrong = illegal_engine_starts(stages, sharing)
+    if wrong:
+        fits = [d for d in divisors(a.rollout_num_gpus_per_engine) if d < pp]
+        fits = [d for d in fits if not illegal_engine_starts(engine_stages(layers, d), sharing)]
+        starts = ", ".join(f"stage {rank} on layer {stages[rank][0]}" for rank in wrong[:SHOWN_SPLITS])
+        says = f"{pp}: {starts} (counted from 0) would start on a layer that reuses another layer's top-k"
+        even = balanced_counts(layers, pp, sharing.computes)
+        if even and len(even) == pp:
+            says += (
+                f"; the environment variable {PARTITION_VARIABLE}={','.join(map(str, even))} would cut them legally"
+            )
+        yield Problem(("--sglang-pp-size",), says, f"--sglang-pp-size {max(fits, default=1)}")
+
+
+@of_trainer
+def check_sparse_attention(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """What Megatron's sparse attention asks of the rest, and what the trainer does not do with it yet."""
+    if not uses_sparse_attention(a):
+        return
+    if a.add_bias_linear:
+        says = "sparse attention absorbs its projections into one another, which have no biases then"
+        yield Problem(("--experimental-attention-variant",), says, "--disable-bias-linear")
+    if a.context_parallel_size > 1:
+        says = f"{a.context_parallel_size} with sparse attention is not supported yet by this version of slime: its "
+        says += "all-gather layout (--allgather-cp) cuts the packed stream into contiguous pieces"
+        yield Problem(("--context-parallel-size",), says, "--context-parallel-size 1", kind="unsupported")
+
+
+@of_trainer
+def check_mtp(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Multi-token prediction: as many layers as the checkpoint has, trained only where they can be."""
+    layers, flag = a.mtp_num_layers or 0, "--mtp-num-layers"
+    if a.enable_mtp_training and not layers:
+        says = "trains the layers of multi-token prediction, and --mtp-num-layers is not given"
+        yield Problem(("--enable-mtp-training",), says, f"{flag} 1")
+    config = model_config(a)
+    there = first_of(config, "num_nextn_predict_layers", "mtp_num_hidden_layers")
+    if layers > 0 and config and layers > (there or 0):
+        says = f"{layers} is more than the checkpoint has: {there or 0} (num_nextn_predict_layers in config.json)"
+        yield Problem((flag,), says, f"{flag} {there}" if there else f"leave {flag} out")
+    if layers > 0 and a.position_embedding_type not in ROTARY_FOR_MTP and not a.use_rotary_position_embeddings:
+        says = f"{a.position_embedding_type} does not go with {flag} {layers}"
+        yield Problem(("--position-embedding-type",), says, "--position-embedding-type rope")
+    contiguous = a.allgather_cp and a.context_parallel_size > 1 and uses_sparse_attention(a)
+    if a.enable_mtp_training and layers and contiguous:
+        says = (
+            f"with --context-parallel-size {a.context_parallel_size} and --allgather-cp a rank's tokens are cut out "
+            "of the packed stream, and each MTP layer reads one token further"
+        )
+        yield Problem(("--enable-mtp-training", "--allgather-cp"), says, "--context-parallel-size 1")
+    if a.mtp_loss_scaling_factor < 0:
+        says = f"is {a.mtp_loss_scaling_factor:g}, must be >= 0"
+        yield Problem(("--mtp-loss-scaling-factor",), says, "--mtp-loss-scaling-factor 0.2")
+
+
+def _problem(error: LayoutError) -> Problem:
+    return Problem(error.flags, error.says, error.try_)
+
+
+def _given(a: Namespace, flag: str) -> bool:
+    return getattr(a, flag.removeprefix("--").replace("-", "_")) is not None
+
+
+CHECKS: tuple[Check, ...] = (
+    check_stages,
+    check_expert_layers,
+    check_index_sharing,
+    check_index_sharing_of_checkpoint,
+    check_engine_stages,
+    check_sparse_attention,
+    check_mtp,
+)

@@ -1,0 +1,83 @@
+"""A command line read as a whole: parsed, completed, and every problem found, whether it can run or not."""
+
+import functools
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.utils.arguments.checkpoint_facts import apply_checkpoint_facts
+from slime.utils.arguments.config_file import apply_config_file
+from slime.utils.arguments.derive import decisions, derive
+from slime.utils.arguments.flag import ArgumentsError, Problem
+from slime.utils.arguments.namespace import Args
+from slime.utils.arguments.notes import warnings
+from slime.utils.arguments.parser import AddArguments, CommandLine, Grammar, unique
+from slime.utils.arguments.role_config import apply_role_config
+from slime.utils.arguments.upstream import load_tables
+from slime.utils.arguments.validate import validate
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a command line says.
+
+    args: complete also when there are problems; flags that this version cannot run keep their values.
+    problems: every rule that is broken, [] for a run that may start. notices: what is legal but worth a look.
+    differences: model facts that the command line states otherwise than the checkpoint's config.json.
+    """
+
+    args: Args
+    problems: list[Problem]
+    notices: list[str]
+    differences: list[str]
+
+
+def read_args(
+    argv: Sequence[str],
+    *,
+    add_custom_arguments: AddArguments | None = None,
+    environ: Mapping[str, str] | None = None,
+    cache: Path | None = None,
+    dry_run: bool = False,
+) -> Reading:
+    """Parse, complete and check. Raises ArgumentsError only for tokens that cannot be parsed at all.
+
+    environ: the environment to read, `os.environ` by default. cache: directory of the upstream tables. dry_run: the
+    run is planned for other machines; `--accelerator auto` then means cuda.
+    """
+    grammar = _grammar(cache)
+    if add_custom_arguments is not None:
+        grammar = Grammar(grammar.tables, add_custom_arguments=add_custom_arguments)
+    try:
+        command_line = grammar.read(argv)
+    except ValueError as error:  # a value that does not read as its flag's type: argparse stops at the first
+        raise ArgumentsError([Problem((), str(error))]) from error
+    if command_line.values["custom_config_path"]:
+        command_line = apply_config_file(command_line.values["custom_config_path"], command_line, grammar)
+    if command_line.values["megatron_config_path"]:
+        command_line = apply_role_config(command_line.values["megatron_config_path"], command_line, grammar)
+    command_line, facts, differences = apply_checkpoint_facts(command_line, grammar, dry_run)
+    draft = _draft(command_line, grammar)
+    draft.model_type, draft.hf_config, draft.checkpoint_facts = facts.model_type, facts.hf_config, facts.values
+    asked_load = draft.load
+    problems = list(command_line.problems)
+    problems += derive(draft, command_line.given, os.environ if environ is None else environ, dry_run)
+    problems += validate(draft, command_line.given, grammar.groups)
+    notices = [*command_line.notices, *decisions(draft, command_line.given)]
+    notices += warnings(draft, command_line.given, asked_load)
+    return Reading(Args(**vars(draft)), unique(problems), notices, differences)
+
+
+@functools.cache
+def _grammar(cache: Path | None) -> Grammar:
+    return Grammar(load_tables(cache))
+
+
+def _draft(command_line: CommandLine, grammar: Grammar) -> Namespace:
+    draft = Namespace(**command_line.values)
+    draft.megatron_argv = command_line.megatron_argv
+    draft.sglang_overrides = grammar.sglang_overrides(command_line)
+    draft.router_overrides = grammar.router_overrides(command_line)
+    return draft
