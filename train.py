@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from slime.observability.logging_utils import configure_logging
 from slime.observability.tracking import Tracking
+from slime.plan.command import dry_run
 from slime.ray.phases import Phases
 from slime.utils.arguments import parse_args
 from slime.utils.misc import should_run_periodic_action
@@ -78,7 +79,11 @@ def push_weights(args: Namespace, manager: "RolloutClient", actor: "RayTrainGrou
 
 if __name__ == "__main__":
     configure_logging()
+    if "--dry-run" in sys.argv:
+        sys.exit(dry_run())
     arguments = parse_args()
+    if arguments.dry_run:  # told by --custom-config-path
+        sys.exit(dry_run())
 
     from slime.ray.driver import run_driver
 
