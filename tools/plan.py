@@ -19,6 +19,7 @@ from slime.plan.launch_script import LaunchScriptError, read_launch_script  # no
 from slime.plan.render import print_search  # noqa: E402
 from slime.plan.suggest import suggest  # noqa: E402
 from slime.utils.arguments import ArgumentsError  # noqa: E402
+from slime.utils.arguments.limits import RANKS  # noqa: E402
 
 USAGE_ERROR = 2
 
@@ -43,6 +44,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     wrong = [text for text in options.set if not text.partition("=")[0].isidentifier() or "=" not in text]
     if wrong:
         parser.error(f"--set {wrong[0]}: must be NAME=VALUE")
+    for flag, count in (("--gpus", options.gpus), ("--gpus-per-node", options.gpus_per_node)):
+        if count is not None and not 1 <= count <= RANKS:
+            parser.error(f"{flag} {count}: must be within 1 and {RANKS}")
     if options.gpus is not None and not options.suggest:
         parser.error("--gpus is for --suggest; a plan has the GPUs of its flags")
     return options

@@ -40,7 +40,7 @@ def plan_of(argv: Sequence[str], *, environ: Mapping[str, str], cache: Path | No
     ):
         if not value > 0:
             raise ArgumentsError([Problem((flag,), f"is {value:g}, must be > 0")])
-    if a.plan_hf_config is not None and not Path(a.plan_hf_config).exists():
+    if a.plan_hf_config is not None and not os.path.exists(a.plan_hf_config):
         raise ArgumentsError([Problem(("--plan-hf-config",), f"{a.plan_hf_config} does not exist")])
     plan = make_plan(reading, gpu_memory_gb=a.plan_gpu_memory_gb, network_gb_per_s=a.plan_network_gb_per_s)
     return plan, a.plan_json

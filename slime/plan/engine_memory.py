@@ -207,8 +207,9 @@ def _is_quantized(row: Row) -> bool:
 def weight_bytes(a: Namespace, flag: Any) -> tuple[float, float]:
     """Bytes of a number of (ordinary matrices, routed experts) in the engine, from the checkpoint's quantization.
 
-    fp8: 1 and a float32 scale a 128 x 128 block. int4 (compressed-tensors with 4-bit experts): experts 0.5 and a
-    2-byte scale a group of 32, the rest unquantized. Otherwise the run's own precision.
+    fp8: 1 and a float32 scale a 128 x 128 block. int4 (compressed-tensors with 4-bit experts, which is also assumed
+    where only the flag is known): experts 0.5 and a 2-byte scale a group of 32, the rest unquantized. Otherwise the
+    run's own precision.
     """
     width = _width(a)
     config = (getattr(a, "hf_config", None) or {}).get("quantization_config") or {}
@@ -216,7 +217,8 @@ def weight_bytes(a: Namespace, flag: Any) -> tuple[float, float]:
     if method == "fp8":
         each = 1 + 4 / FP8_BLOCK**2
         return each, each
-    if method in ("compressed-tensors", "w4afp8") and "4" in str(config.get("config_groups", method)):
+    groups = config.get("config_groups")
+    if method == "w4afp8" or method == "compressed-tensors" and (groups is None or "4" in str(groups)):
         return width, 0.5 + 2 / INT4_GROUP
     return width, width
 

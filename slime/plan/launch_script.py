@@ -82,6 +82,8 @@ def read_launch_script(
         reader.run_file(str(path), Path(reader.shell.directory, path))
     except _Exit:
         pass
+    except RecursionError as error:
+        raise LaunchScriptError(f"{path}: files source one another, or commands are nested, too deeply") from error
     if not reader.commands:
         raise LaunchScriptError(f"{path}: found no command that starts {' or '.join(ENTRIES)}")
     return LaunchScript(tuple(reader.commands), tuple(dict.fromkeys(reader.notes)))
@@ -108,6 +110,8 @@ class _Reader:
             raise LaunchScriptError(f"{name}:{error.line}: {error}") from error
         except OSError as error:
             raise LaunchScriptError(f"cannot read {name}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise LaunchScriptError(f"cannot read {name}: it is no text") from error
         caller, self.shell.file = self.shell.file, name
         try:
             self.run(script)

@@ -133,13 +133,14 @@ def _verdict(plan: Plan) -> RenderableType:
     head = Text.assemble(
         ("verdict: ", "bold"),
         (plan.verdict, STYLES[plan.verdict]),
-        f"   {c.total_gpus} GPUs on {_nodes(c.nodes)}, {shared}; {plan.assumptions.gpu_memory_gb:g} GB a GPU",
+        f"   {_many(c.total_gpus, 'GPU')} on {_many(c.nodes, 'node')}, {shared}; ",
+        f"{plan.assumptions.gpu_memory_gb:g} GB a GPU",
     )
     return Group(head, *(Padding(Text(reason), (0, 0, 0, 2)) for reason in plan.reasons))
 
 
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def _problems(title: str, problems: Sequence[Problem]) -> RenderableType | None:
@@ -189,7 +190,7 @@ def _cluster(plan: Plan) -> RenderableType | None:
     if plan.grid is None or cp is None:
         return None
     g = plan.grid
-    dense = f"tensor {g.tp} x context {g.cp} x data {g.dp} x pipeline {g.pp} = {g.world_size} ranks"
+    dense = f"tensor {g.tp} x context {g.cp} x data {g.dp} x pipeline {g.pp} = {_many(g.world_size, 'rank')}"
     rows = [("attention, dense", dense)]
     if plan.model is not None and plan.model.experts:
         each = plan.model.experts // g.ep

@@ -18,6 +18,9 @@ class ShapeError(ValueError):
     """The arguments do not say how large the model is; the message names the flag that would."""
 
 
+POST_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")  # flags that Megatron lacks
+
+
 @dataclass(frozen=True)
 class GroupedQuery:
     """Softmax attention with `groups` key/value heads (multi-head attention: groups == heads)."""
@@ -160,7 +163,7 @@ class ModelShape:
             raise ShapeError(f"--moe-latent-size {a.moe_latent_size}: experts in a latent space are not counted")
         kind = _kind(a)
         attention, mlps = _attention_layers(a, kind), _mlps(a)
-        post_norms = bool(getattr(a, "post_self_attn_layernorm", False) or kind == "sandwich")
+        post_norms = kind == "sandwich" or any(getattr(a, name, False) for name in POST_NORMS)
         layers = tuple(LayerShape(att, mlp, post_norms) for att, mlp in zip(attention, mlps, strict=True))
         mtp = a.mtp_num_layers or 0
         return cls(

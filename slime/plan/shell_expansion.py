@@ -42,15 +42,23 @@ class CannotTell(Exception):
         self.why = why
 
 
+def _power(base: int, exponent: int) -> int:
+    """Modulo 2^64, which is where bash's numbers wrap around. Raises ValueError as bash refuses fractions."""
+    if exponent < 0:
+        raise ValueError("exponent less than 0")
+    return pow(base, exponent, 1 << 64)
+
+
+LONGEST = 100_000  # numbers of a `seq`
 _BINARY: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
     ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
-    ast.Pow: operator.pow,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
+    ast.Pow: _power,
+    ast.LShift: lambda a, b: a << (b & 63),
+    ast.RShift: lambda a, b: a >> (b & 63),
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
     ast.BitXor: operator.xor,
@@ -262,11 +270,13 @@ class Expansion:
         return self._evaluate(source or "0", line)
 
     def _evaluate(self, source: str, line: int) -> int:
+        if "#" in source:  # 16#ff, which Python would take for 16 and a comment
+            raise CannotTell(f"the arithmetic {_short(source)} at {self.at(line)} is not followed")
         python = re.sub(r"!(?!=)", " not ", source.replace("&&", " and ").replace("||", " or "))
         try:
             return int(self._node(ast.parse(python.strip(), mode="eval").body, line))
-        except (SyntaxError, TypeError, ZeroDivisionError) as error:
-            raise CannotTell(f"the arithmetic `{source}` at {self.at(line)} cannot be evaluated") from error
+        except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError, ZeroDivisionError) as error:
+            raise CannotTell(f"the arithmetic {_short(source)} at {self.at(line)} cannot be evaluated") from error
 
     def _node(self, node: ast.expr, line: int) -> int:
         match node:
@@ -275,7 +285,7 @@ class Expansion:
             case ast.Name(id=name):
                 return self._number(name, line)
             case ast.BinOp(left, op, right):
-                return _BINARY[type(op)](self._node(left, line), self._node(right, line))
+                return _wrapped(_BINARY[type(op)](self._node(left, line), self._node(right, line)))
             case ast.UnaryOp(op, operand):
                 value = self._node(operand, line)
                 return {ast.USub: -value, ast.UAdd: value, ast.Not: int(not value), ast.Invert: ~value}[type(op)]
@@ -369,7 +379,7 @@ class Expansion:
                 first, step, last = {1: (1, 1), 2: (numbers[0], 1), 3: tuple(numbers[:2])}[len(numbers)] + (
                     numbers[-1],
                 )
-                if step:
+                if step and abs(last - first) // abs(step) < LONGEST:
                     return [str(n) for n in range(first, last + (1 if step > 0 else -1), step)]
         raise CannotTell("")
 
@@ -386,6 +396,11 @@ def _trim(value: str, sign: str, pattern: str) -> str:
             if fnmatch.fnmatchcase(value[cut:], pattern):
                 return value[:cut]
     return value
+
+
+def _wrapped(value: int) -> int:
+    """As bash's signed 64-bit numbers wrap around."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _is_integer(text: str) -> bool:

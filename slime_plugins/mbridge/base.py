@@ -1,130 +1,285 @@
-"""What mbridge 0.15.1 lacks for megatron-core 0.19 and transformers 5, mended once for all families.
+"""Bridges read from tables: what every model family shares between a Hugging Face directory and Megatron models.
 
-The mends become unnecessary when mbridge supports both; each says what it is for.
+A family's bridge is a subclass that names its table of rows; mbridge's own interface stays usable.
 """
 
-import copy
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from mbridge.core import LLMBridge
 from mbridge.core.util import unwrap_model
-from safetensors import safe_open
+from megatron.core import mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import import_module
 from transformers import PretrainedConfig
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+from slime.backends.megatron_utils.layer_specs import decoder_block_spec
+from slime.backends.megatron_utils.megatron_to_hf.family import Family
+from slime.backends.megatron_utils.megatron_to_hf.sharding import (
+    is_expert,
+    merge_shards,
+    partition_dim,
+    split_shards,
+)
+from slime.backends.megatron_utils.update_weight.common import agree, global_params
+from slime.utils.model_facts.config import language_model
+from slime_plugins.mbridge.config import parsed_facts, transformer_config
+from slime_plugins.mbridge.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class BaseBridge(LLMBridge):
-    """Mixin before an mbridge bridge class: reads a checkpoint into Megatron model chunks, loudly."""
+    """Fills Megatron model chunks from a checkpoint, by the rows of `family`.
 
-    def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16, **kwargs: Any):
-        # mbridge edits this class attribute for tied embeddings; an untied model of the family would inherit that.
-        self._DIRECT_MAPPING = dict(type(self)._DIRECT_MAPPING)
-        super().__init__(_with_plain_fields(hf_config), dtype=dtype, **kwargs)
+    hf_config: transformers' object, or the content of config.json, which needs no class of its own in transformers.
+    config: of the models to fill; without it one is made from the checkpoint's facts. hf_fields: what config.json says
+    of the language model.
+    """
 
-    def _build_base_config(self, text_config_key: str | None = None, **kwargs: Any) -> Any:
-        # Fused kernels that only exist for GPUs; the bridge's config describes names and shapes, nothing runs with it.
-        plain = {"persist_layer_norm": False, "masked_softmax_fusion": False, "gradient_accumulation_fusion": False}
-        return super()._build_base_config(text_config_key, **(plain | kwargs))
+    family: ClassVar[Family]
+    weights_class: ClassVar[type[Weights]] = Weights
 
-    def _adjust_mapping_for_shared_weights(self) -> None:
-        if self.hf_config.tie_word_embeddings:
-            self._DIRECT_MAPPING["output_layer.weight"] = self._DIRECT_MAPPING["embedding.word_embeddings.weight"]
+    def __init__(
+        self,
+        hf_config: PretrainedConfig | Mapping[str, Any],
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        config: TransformerConfig | None = None,
+        **kwargs: Any,
+    ):
+        is_object = isinstance(hf_config, PretrainedConfig)
+        self._config_json = hf_config.to_dict() if is_object else dict(hf_config)
+        self.hf_fields = dict(language_model(self._config_json, "config.json").fields)
+        self._given_config = config
+        self._parsed: Any = None
+        hf_object = hf_config if is_object else PretrainedConfig.from_dict(self._config_json)
+        super().__init__(hf_object, dtype=dtype, **kwargs)
 
     @torch.no_grad()
     def load_weights(
-        self, models: Sequence[torch.nn.Module], weights_path: str, memory_efficient: bool = True
+        self, models: Sequence[torch.nn.Module], weights_path: str | Path | Weights, memory_efficient: bool = True
     ) -> None:
-        """Fill every parameter (and router expert bias) of the model chunks from the safetensors of a directory.
+        """Fill every parameter (and router expert bias) of the model chunks from a directory, or from opened weights.
 
-        Each rank reads what it needs, one parameter at a time; there is no communication. Vocabulary rows beyond the
-        checkpoint's are zeros. A value head (one output row) keeps its values. KeyError for a tensor that the
-        checkpoint lacks, ValueError for a shape that does not fit.
+        Each rank reads what it needs, one parameter at a time. Vocabulary rows beyond the checkpoint's are zeros, a
+        value head (one output row) keeps its values. Collective: at the end all ranks together must have used every
+        tensor of the checkpoint. Left-overs that the family knows, prediction layers among them when the models have
+        none, are counted in the log; others raise ValueError with their names on all ranks. ValueError for a tensor
+        that is missing or does not fit.
         """
-        with Checkpoint(weights_path) as checkpoint:
-            for model in models:
-                targets = _targets(unwrap_model(model))
-                global_names = self._weight_name_mapping_mcore_local_to_global(model)
-                for name, target in targets.items():
-                    self._load_one(checkpoint, name, global_names[name], target)
+        weights = self.weights_class(weights_path) if isinstance(weights_path, str | Path) else weights_path
+        used: set[str] = agree(self._fill, models, weights)
+        everywhere: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(everywhere, used)
+        self._account(weights, weights.names - set().union(*everywhere), unwrap_model(models[0]).config)
 
-    def _load_one(self, checkpoint: "Checkpoint", name: str, global_name: str, target: torch.Tensor) -> None:
-        hf_names = self._weight_name_mapping_mcore_to_hf(global_name)
-        if global_name == "output_layer.weight" and target.size(0) == 1:
-            return
-        full = self._weight_to_mcore_format(name, [checkpoint.read(hf_name) for hf_name in hf_names])
-        experts = ".mlp.experts.linear_fc" in name
-        size, rank = (self.mpu.etp_size, self.mpu.etp_rank) if experts else (self.mpu.tp_size, self.mpu.tp_rank)
-        if name in VOCABULARY:
-            full = _pad_rows(full, target.size(0) * size)
-        shard = self._weight_split_across_tp(name, full, target, size)[rank]
-        if shard.shape != target.shape:
+    def shard(self, model: torch.nn.Module, name: str, param: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """This rank's shard of the global parameter `name`, read from `weights`, in the dtype of the files.
+
+        model: the chunk that holds `param` (which may be on the meta device). ValueError when a tensor is missing or
+        does not fit.
+        """
+        model = unwrap_model(model)
+        hf_names = self.hf_names(model, name, weights)
+        parts = [weights.read(hf_name) for hf_name in hf_names]
+        size, rank = self._group(name)
+        try:
+            whole = self.family.restore(model.config, name, parts)
+            if name in (EMBEDDING, OUTPUT):
+                whole = _pad_rows(whole, param.size(0) * size)
+            dim = partition_dim(name, param)
+            if dim is not None:
+                whole = split_shards(whole, dim, size, self.family.tp_blocks(model.config, name))[rank]
+        except (RuntimeError, ValueError) as error:
+            raise _misfit(weights, name, param, hf_names, parts) from error
+        if whole.shape != param.shape:
+            raise _misfit(weights, name, param, hf_names, parts)
+        return whole
+
+    def hf_names(self, model: torch.nn.Module, name: str, weights: Weights) -> list[str]:
+        """The checkpoint's tensors that make up the global parameter `name`. model: an unwrapped chunk."""
+        hf_names = self.family.hf_names(model.config, name)
+        if name == OUTPUT:
+            tied = self.hf_fields.get("tie_word_embeddings") and hf_names[0] not in weights
+            if tied or model.share_embeddings_and_output_weights:
+                return self.family.hf_names(model.config, EMBEDDING)
+        return hf_names
+
+    def _fill(self, models: Sequence[torch.nn.Module], weights: Weights) -> set[str]:
+        """The tensors of the files that this rank used."""
+        used: set[str] = set()
+        for chunk in models:
+            model = unwrap_model(chunk)
+            _keep_routing_biases_exact(model)
+            for _, name, param in global_params(chunk):
+                used.update(part for hf_name in self.hf_names(model, name, weights) for part in weights.parts(hf_name))
+                if name != OUTPUT or param.size(0) != 1:
+                    param.copy_(self.shard(model, name, param, weights))
+        return used
+
+    def _group(self, name: str) -> tuple[int, int]:
+        """(size, own rank) of the group that splits `name`."""
+        if is_expert(name):
+            return self.mpu.etp_size, self.mpu.etp_rank
+        return self.mpu.tp_size, self.mpu.tp_rank
+
+    def _account(self, weights: Weights, left: set[str], config: TransformerConfig) -> None:
+        expected = {name for name in left if self.may_be_left(name, config)}
+        unexpected = sorted(left - expected)
+        if unexpected:
             raise ValueError(
-                f"{global_name} has shape {tuple(target.shape)} on this rank, but {', '.join(hf_names)} of "
-                f"{checkpoint.path} give {tuple(shard.shape)}: the model arguments do not describe this checkpoint"
+                f"{len(unexpected)} tensors of {weights.path} have no place in the model: "
+                f"{', '.join(unexpected[:5])}{', ...' if len(unexpected) > 5 else ''}; "
+                "the model arguments do not describe this checkpoint"
             )
-        target.copy_(shard)
-
-
-class Checkpoint:
-    """The safetensors files of a directory, read tensor by tensor. Use as a context manager."""
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.files = self._find()
-        self._open_files: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "Checkpoint":
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._stack.close()
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor `name`, on the CPU, in the dtype of the file. KeyError when it is not there."""
-        if name not in self.files:
-            raise KeyError(f"{self.path} has no tensor {name} (it has {len(self.files)})")
-        tensor = self._open(self.files[name]).get_tensor(name)
-        if tensor.element_size() == 1:
-            raise ValueError(
-                f"{name} of {self.path} is quantised ({tensor.dtype}); convert the checkpoint to bfloat16 first"
+        if expected and dist.get_rank() == 0:
+            logger.info(
+                "%d of %d tensors of %s have no place in the model and were not read, e.g. %s",
+                len(expected),
+                len(weights.names),
+                weights.path,
+                min(expected),
             )
-        return tensor
 
-    def _open(self, file: str) -> Any:
-        if file not in self._open_files:
-            opened = safe_open(self.path / file, framework="pt", device="cpu")
-            self._open_files[file] = self._stack.enter_context(opened)
-        return self._open_files[file]
+    def may_be_left(self, name: str, config: TransformerConfig) -> bool:
+        """Whether the checkpoint's tensor `name` may have no place in a model of this configuration."""
+        if any(re.fullmatch(pattern, name) for pattern in self.family.passed_over):
+            return True
+        if name in self.family.hf_names(config, OUTPUT):  # a copy of the embedding, when tied
+            return bool(self.hf_fields.get("tie_word_embeddings"))
+        if config.mtp_num_layers:
+            return False
+        layers, depths = self.hf_fields["num_hidden_layers"], self.hf_fields.get("num_nextn_predict_layers") or 0
+        return any(name.startswith(self.family.mtp_prefixes(layers, depth)) for depth in range(depths))
 
-    def _find(self) -> dict[str, str]:
-        """Tensor name -> file name, from the index or by looking into every safetensors file."""
-        index = self.path / "model.safetensors.index.json"
-        if index.exists():
-            return json.loads(index.read_text())["weight_map"]
-        names = {}
-        for file in sorted(self.path.glob("*.safetensors")):
-            with safe_open(file, framework="pt", device="cpu") as opened:
-                names.update(dict.fromkeys(opened.keys(), file.name))
-        if not names:
-            raise FileNotFoundError(f"{self.path} holds no *.safetensors file to load weights from")
-        return names
+    # mbridge's interface: its own loops over parameters ask these.
+
+    def _build_config(self) -> TransformerConfig:
+        if self._given_config is not None:
+            return self._given_config
+        return transformer_config(self._facts(), self.dtype, self.mpu, self.extra_args)
+
+    def _facts(self) -> Any:
+        if self._parsed is None:
+            self._parsed = parsed_facts(self._config_json)
+        return self._parsed
+
+    @property
+    def layer_spec(self) -> tuple[str, str] | None:
+        """(module, function) of the layer spec of the checkpoint's family; None for Megatron's decoder block."""
+        spec = self._facts().spec
+        return None if spec is None else tuple(spec)
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+        self.has_vp_stage = True
+        if self.layer_spec is not None:
+            return import_module(list(self.layer_spec))(self._facts(), self.config, vp_stage)
+        return decoder_block_spec(self.config, vp_stage)
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        facts = self._facts()
+        return {
+            "vocab_size": facts.vocab_size,
+            "max_sequence_length": facts.max_position_embeddings or self.hf_fields["max_position_embeddings"],
+            "position_embedding_type": "rope",
+            "rotary_base": facts.rotary_base,
+            "rotary_percent": facts.rotary_percent,
+            "rope_scaling": facts.use_rope_scaling,
+            "rope_scaling_factor": facts.rope_scaling_factor,
+        }
+
+    def get_model(self, weight_path: str | None = None, **kwargs: Any) -> list[GPTModel]:
+        """The model chunks of this rank; with weight_path (a directory) they are filled. Not wrapped in DDP.
+
+        kwargs: post_model_creation_callbacks of mbridge alone.
+        """
+        callbacks: Sequence[Callable] = kwargs.pop("post_model_creation_callbacks", ())
+        if kwargs:
+            raise ValueError(f"this bridge builds plain model chunks; it does not know {', '.join(kwargs)}")
+        build = self._model_provider(list(callbacks))
+        stages = range(self.mpu.vpp_size) if self.mpu.vpp_size else (None,)
+        models = [
+            build(
+                mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                vp_stage=stage,
+            )
+            for stage in stages
+        ]
+        if weight_path:
+            self.load_weights(models, weight_path)
+        return models
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        """Nothing to adjust: tied embeddings are known to the model."""
+
+    def _weight_name_mapping_mcore_local_to_global(
+        self, model: torch.nn.Module, consider_ep: bool = True
+    ) -> dict[str, str]:
+        names = {local: name for local, name, _ in global_params(model)}
+        if consider_ep:
+            return names
+        return {local: _with_expert_of(name, local) for local, name in names.items()}
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        tied = mcore_weights_name == OUTPUT and self.hf_fields.get("tie_word_embeddings")
+        return self.family.hf_names(self.config, EMBEDDING if tied else mcore_weights_name)
+
+    def _weight_to_hf_format(
+        self, mcore_weights_name: str, mcore_weights: torch.Tensor
+    ) -> tuple[list[str], list[torch.Tensor]]:
+        if mcore_weights_name in (EMBEDDING, OUTPUT):
+            mcore_weights = mcore_weights[: self.hf_fields["vocab_size"]]
+        pairs = self.family.convert(self.config, mcore_weights_name, mcore_weights)
+        return self._weight_name_mapping_mcore_to_hf(mcore_weights_name), [tensor for _, tensor in pairs]
+
+    def _weight_to_mcore_format(self, mcore_weights_name: str, hf_weights: list[torch.Tensor]) -> torch.Tensor:
+        return self.family.restore(self.config, mcore_weights_name, hf_weights)
+
+    def _weight_merge_across_tp(
+        self, mcore_weights_name: str, mcore_weights: list[torch.Tensor], param: torch.Tensor
+    ) -> torch.Tensor:
+        dim = partition_dim(mcore_weights_name, param)
+        if dim is None or len(mcore_weights) == 1:
+            return mcore_weights[0]
+        # mbridge gathers experts over the dense group when they have no group of their own
+        shards = mcore_weights[: self._group(mcore_weights_name)[0]]
+        return merge_shards(shards, dim, self.family.tp_blocks(self.config, mcore_weights_name))
 
 
-def _targets(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint must fill: all parameters, and the routers' expert biases, which are buffers."""
+def _keep_routing_biases_exact(model: torch.nn.Module) -> None:
+    """Routing biases in float32. A half-precision wrapper has cast them, and Megatron casts them back at their first
+    use: what was loaded before that would be rounded, and other experts chosen than by the engines."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
 
-    def named() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from model.named_parameters()
-        yield from ((name, buffer) for name, buffer in model.named_buffers() if "expert_bias" in name)
 
-    return dict(named())
+def _with_expert_of(name: str, local: str) -> str:
+    """The global name, with the number that the expert has on its own rank."""
+    expert = re.compile(r"(.+\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+    match, own = expert.fullmatch(name), expert.fullmatch(local)
+    return name if match is None else match[1] + own[2]
+
+
+def _misfit(
+    weights: Weights, name: str, target: torch.Tensor, hf_names: Sequence[str], parts: Sequence[torch.Tensor]
+) -> ValueError:
+    found = ", ".join(f"{hf_name} {tuple(part.shape)}" for hf_name, part in zip(hf_names, parts, strict=True))
+    return ValueError(
+        f"{name} has shape {tuple(target.shape)} on this rank, which {found} of {weights.path} cannot give: "
+        "the model arguments do not describe this checkpoint"
+    )
 
 
 def _pad_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
@@ -132,15 +287,3 @@ def _pad_rows(weight: torch.Tensor, rows: int) -> torch.Tensor:
     if weight.size(0) >= rows:
         return weight
     return torch.cat((weight, weight.new_zeros(rows - weight.size(0), weight.size(1))))
-
-
-def _with_plain_fields(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """A copy with the attributes mbridge reads: transformers 5 keeps the rotary ones in rope_parameters."""
-    config = copy.copy(hf_config)
-    rope = config.rope_parameters or {}
-    for field in ("rope_theta", "partial_rotary_factor"):
-        if field in rope:
-            setattr(config, field, rope[field])
-    if getattr(config, "head_dim", None) is None:
-        config.head_dim = config.hidden_size // config.num_attention_heads
-    return config

@@ -4,6 +4,7 @@ Run: python -m tests.helpers.golden_plans   (then look at `git diff tests/data/p
 It also writes the printed examples of docs/*/advanced/plan.md again.
 """
 
+import functools
 import io
 import re
 import sys
@@ -15,7 +16,7 @@ from slime.plan.as_json import dumps, to_json
 from slime.plan.command import plan_of
 from slime.plan.launch_script import read_launch_script
 from slime.plan.render import print_plan, print_search
-from slime.plan.suggest import suggest
+from slime.plan.suggest import Search, suggest
 
 ROOT = Path(__file__).resolve().parents[2]
 DIRECTORY = ROOT / "tests" / "data" / "plans"
@@ -76,17 +77,27 @@ def documented(text: str) -> str:
     )
 
 
+@functools.cache
+def search(script: str, gpus: int) -> Search:
+    """The layouts for a launcher on GPUs of 80 GB: seconds of work that several tests look at."""
+    return suggest(tokens_of(script), gpus=gpus, gpu_memory_gb=80, environ={})
+
+
+def tokens_of(script: str) -> tuple[str, ...]:
+    """The training flags of a launcher, its path relative to the repository."""
+    return read_launch_script(Path(script), environ={"DRY_RUN": "1"}, directory=ROOT).commands[-1].tokens
+
+
 def example(block: str) -> str:
     """The command of a block with what it prints, but for the parts whose wording changes with the checks (...)."""
     command = block.splitlines()[0]
-    flags = command.split()[3:]
-    script = read_launch_script(Path(flags[flags.index("--script") + 1]), environ={"DRY_RUN": "1"}, directory=ROOT)
-    tokens, stream = script.commands[-1].tokens, io.StringIO()
+    flags, stream = command.split()[3:], io.StringIO()
+    script = flags[flags.index("--script") + 1]
     if "--suggest" in flags:
         gpus = int(flags[flags.index("--gpus") + 1])
-        print_search(suggest(tokens, gpus=gpus, gpu_memory_gb=80, environ={}), gpus, 80, stream)
+        print_search(search(script, gpus), gpus, 80, stream)
     else:
-        print_plan(plan_of(tokens, environ={})[0], stream)
+        print_plan(plan_of(tokens_of(script), environ={})[0], stream)
     sections = re.split(r"\n\s*\n(?=[a-z])", "\n".join(line.rstrip() for line in stream.getvalue().splitlines()))
     kept = [section.strip("\n") for section in sections if section.splitlines()[0].strip() not in TITLES_LEFT_OUT]
     if "--suggest" not in flags:

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import mpu
+from megatron.core.utils import unwrap_model
 from safetensors.torch import save_file
-from transformers import AutoConfig
 
 from slime.backends.megatron_utils.update_weight.buckets import Bucket
 from slime.backends.megatron_utils.update_weight.common import agree, hf_buckets, is_weight_source
-from slime_plugins.mbridge import Checkpoint, get_bridge
+from slime.utils.misc import load_function
+from slime.utils.model_facts import load_config
+from slime.utils.safetensors_io import CheckpointDirectory, CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +29,11 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", 
 def load_hf_weights(args: Namespace, model_chunks: Sequence[torch.nn.Module], path: str | Path) -> None:
     """Fill the model chunks of this rank from a local Hugging Face directory. Every rank calls it.
 
-    ValueError for a model_type without a bridge or a shape that does not fit, KeyError for a missing tensor. A
-    main-parameter copy in an optimizer is not touched (reload_model_params does that).
+    ValueError for a model_type without a bridge, a tensor that is missing, does not fit or has no place in the model.
+    A main-parameter copy in an optimizer is not touched (reload_model_params does that).
     """
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=True)
-    bridge = get_bridge(hf_config, args.params_dtype)
+    get_bridge = load_function("slime_plugins.mbridge.get_bridge")  # bridges build on this package, so by name
+    bridge = get_bridge(load_config(Path(path))[0], args.params_dtype, unwrap_model(model_chunks[0]).config)
     bridge.load_weights(list(model_chunks), str(path))
 
 
@@ -71,7 +73,7 @@ def _write_shards(
     args: Namespace, model_chunks: Sequence[torch.nn.Module], partial: Path, shard_bytes: int, written: dict
 ) -> None:
     """Fill `written`: file name -> ({tensor name: bytes}, pipeline stage), in order."""
-    if not is_weight_source(tensor_parallel_peers=True):
+    if not is_weight_source(with_peers=True):
         return
     stage = mpu.get_pipeline_model_parallel_rank()
     for number, bucket in enumerate(hf_buckets(args, model_chunks, shard_bytes)):
@@ -124,8 +126,11 @@ def _copy_other_files(origin: Path, target: Path) -> None:
 def _warn_of_missing(origin: Path, weight_map: dict[str, str]) -> None:
     if not any(origin.glob("*.safetensors")):
         return
-    with Checkpoint(origin) as checkpoint:
-        missing = sorted(checkpoint.files.keys() - weight_map.keys())
+    try:
+        missing = sorted(CheckpointDirectory(origin).weight_map.keys() - weight_map.keys())
+    except CheckpointError as error:
+        logger.warning("whether all tensors of %s were saved cannot be told: %s", origin, error)
+        return
     if missing:
         logger.warning(
             "%d tensors of %s are not part of the trained model and were not saved, e.g. %s",

@@ -11,12 +11,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 from torch import nn
 
+from slime.backends.megatron_utils.layer_specs import decoder_block_spec
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def _build(
     elif config.experimental_attention_variant is not None:
         spec = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
     else:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        spec = decoder_block_spec(config, vp_stage)
 
     return GPTModel(
         config=config,
@@ -93,8 +94,19 @@ def _build(
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=_prediction_layers(config, spec, vp_stage),
         vp_stage=vp_stage,
     )
+
+
+def _prediction_layers(config: TransformerConfig, spec: Any, vp_stage: int | None) -> Any:
+    """Multi-token-prediction layers like the decoder's last one; None without --mtp-num-layers or on another stage.
+
+    A model that is told of them and has none would take half of its hidden states for their output.
+    """
+    if not config.mtp_num_layers:
+        return None
+    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage)
 
 
 def _call_provider(

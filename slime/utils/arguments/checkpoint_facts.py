@@ -19,14 +19,26 @@ from slime.utils.model_facts import RECIPE_FLAGS, ConfigError, UnknownModelType,
 from slime.utils.model_facts.script import ORDER
 
 # Families that this version can train; the others can be planned.
-TRAINABLE = ("llama", "qwen2", "qwen3")
-
-# What those families lack, by the attribute that describes it: without a config.json only this tells.
-UNTRAINABLE = {
-    "num_experts": "a mixture of experts",
-    "multi_latent_attention": "latent attention",
-    "experimental_attention_variant": "another attention",
-}
+TRAINABLE = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_k2",
+    "llama",
+    "minimax_m2",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 # Megatron attributes in which the trainer's model cannot differ from the checkpoint's: they decide the shapes of its
 # weights, and the engines, which read config.json, would otherwise hold another model. Others may differ: a run may
@@ -89,8 +101,7 @@ def apply_checkpoint_facts(
     except ConfigError as error:
         return _with_problems(command_line, [Problem((flag,), str(error))]), CheckpointFacts(None, None, {}), []
     if config is None:
-        problems = _untrainable_by_flags(command_line) if trains else []
-        return _with_problems(command_line, problems), CheckpointFacts(None, None, {}), []
+        return command_line, CheckpointFacts(None, None, {}), []
     facts = CheckpointFacts(config.get("model_type"), language_model(config), {})
     try:
         stated = grammar.read(to_tokens(megatron_args(config, source=source)))
@@ -121,16 +132,6 @@ def _untrainable(facts: CheckpointFacts, values: Mapping[str, Any], flag: str) -
         return []
     says = f"config.json has model_type {facts.model_type}, which is not supported yet; this version trains "
     return [Problem((flag,), says + ", ".join(TRAINABLE), kind="unsupported")]
-
-
-def _untrainable_by_flags(command_line: CommandLine) -> list[Problem]:
-    """The same where no config.json names the family: the model's flags show layers that this version lacks."""
-    values, given = command_line.values, command_line.given
-    if values["custom_model_provider_path"]:
-        return []
-    found = {given[dest]: what for dest, what in UNTRAINABLE.items() if values[dest] and dest in given}
-    says = "describes {}, which is not supported yet; this version trains " + ", ".join(TRAINABLE)
-    return [Problem((option,), says.format(what), kind="unsupported") for option, what in found.items()]
 
 
 def _complete(command_line: CommandLine, stated: CommandLine, grammar: Grammar) -> CommandLine:

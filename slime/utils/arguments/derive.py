@@ -12,6 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from slime.utils.arguments.checks.algorithm import check_sampling
+from slime.utils.arguments.checks.batch import check_ranges
 from slime.utils.arguments.flag import Problem
 from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint, uses_sparse_attention
 
@@ -19,6 +21,12 @@ logger = logging.getLogger(__name__)
 
 SEQ_LENGTH = 4096  # a shape hint only: packed micro-batches have variable length
 GPUS_PER_NODE_LIMIT = 8
+# Flags that evaluation data sets fall back to, and the checks that look at their values.
+SAMPLING = (
+    *("n_samples_per_eval_prompt", "n_samples_per_prompt", "eval_max_response_len", "rollout_max_response_len"),
+    *("eval_temperature", "rollout_temperature", "eval_top_p", "rollout_top_p", "eval_top_k", "rollout_top_k"),
+)
+CHECKS_OF_SAMPLING = (check_sampling, check_ranges)
 
 
 def derive(a: Namespace, given: Mapping[str, str], environ: Mapping[str, str], dry_run: bool = False) -> list[Problem]:
@@ -37,7 +45,7 @@ def derive(a: Namespace, given: Mapping[str, str], environ: Mapping[str, str], d
     _offload(a, given)
     _batches(a)
     _algorithm(a)
-    problems = _evaluation(a)
+    problems = _evaluation(a, given)
     _context_length(a)
     _megatron(a, given)
     problems += _context_parallel(a, given)
@@ -150,13 +158,18 @@ def _algorithm(a: Namespace) -> None:
         a.eval_function_path = a.rollout_function_path
 
 
-def _evaluation(a: Namespace) -> list[Problem]:
-    """Resolve the evaluation data sets; `eval_prompt_data` becomes the flat [name, path, ...] list of what runs."""
+def _evaluation(a: Namespace, given: Mapping[str, str]) -> list[Problem]:
+    """Resolve the evaluation data sets; `eval_prompt_data` becomes the flat [name, path, ...] list of what runs.
+
+    A flag whose value is illegal is a problem of that flag, not of each data set that would take it over.
+    """
     from slime.utils.eval_config import eval_datasets_from_args
 
     flag = "--eval-config" if a.eval_config else "--eval-prompt-data"
+    broken = {flag for check in CHECKS_OF_SAMPLING for problem in check(a, given) for flag in problem.flags}
+    illegal = [dest for dest in SAMPLING if given.get(dest, "--" + dest.replace("_", "-")) in broken]
     try:
-        a.eval_datasets = eval_datasets_from_args(a)
+        a.eval_datasets = eval_datasets_from_args(Namespace(**{**vars(a), **dict.fromkeys(illegal)}))
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
         a.eval_datasets = []
         return [Problem((flag,), str(error))]

@@ -1,39 +1,81 @@
 """What a checkpoint directory holds, told without transformers, and the parts of a config.json."""
 
+import os
 import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.utils import layout
+
 
 def is_megatron_checkpoint(path: str | None) -> bool:
     """A directory with Megatron's tracker file, or one iteration of such a directory."""
-    if path is None or not Path(path).is_dir():
+    if path is None or not os.path.isdir(path):
         return False
-    return (Path(path) / "latest_checkpointed_iteration.txt").is_file() or bool(
+    return os.path.isfile(Path(path) / "latest_checkpointed_iteration.txt") or bool(
         re.fullmatch(r"iter_\d{7}", Path(path).name)
     )
 
 
 def is_hf_checkpoint(path: str | None) -> bool:
     """A directory with a Hugging Face config.json."""
-    return path is not None and (Path(path) / "config.json").is_file()
+    return path is not None and os.path.isfile(Path(path) / "config.json")
+
+
+# Sizes that the checks and the plan compute with.
+SIZES = frozenset(
+    {
+        "first_k_dense_replace",
+        "head_dim",
+        "hidden_size",
+        "index_head_dim",
+        "index_n_heads",
+        "index_skip_topk_offset",
+        "index_topk",
+        "index_topk_freq",
+        "intermediate_size",
+        "kv_lora_rank",
+        "max_position_embeddings",
+        "model_max_length",
+        "max_seq_len",
+        "max_sequence_length",
+        "moe_intermediate_size",
+        "mtp_num_hidden_layers",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_attention_heads",
+        "num_experts",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "num_local_experts",
+        "num_nextn_predict_layers",
+        "q_lora_rank",
+        "qk_head_dim",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "seq_length",
+        "v_head_dim",
+        "vocab_size",
+    }
+)
 
 
 def language_model(config: dict[str, Any]) -> dict[str, Any]:
     """The language model's part of a config: all of it, or the `text_config` of a multimodal model.
 
-    What only the whole states, its architecture and the quantization of its weights, is kept.
+    What only the whole states, its architecture and the quantization of its weights, is kept. A size that is no whole
+    number (some families list one for each layer) is left out, as nothing here can compute with it; families that can
+    be trained refuse it by name (`slime.utils.model_facts`).
     """
     text = config.get("text_config")
-    if not isinstance(text, dict):
-        return config
-    whole = {key: config[key] for key in ("architectures", "quantization_config") if key in config}
-    return {**whole, **text, "architectures": config.get("architectures")}
+    if isinstance(text, dict):
+        whole = {key: config[key] for key in ("architectures", "quantization_config") if key in config}
+        config = {**whole, **text, "architectures": config.get("architectures")}
+    kinds = {**dict.fromkeys(SIZES, int), "quantization_config": dict}
+    return {key: value for key, value in config.items() if key not in kinds or type(value) is kinds[key]}
 
 
 def uses_sparse_attention(a: Namespace) -> bool:
-    """Whether the model selects the keys of each query by an indexer (DeepSeek sparse attention)."""
-    if a.experimental_attention_variant == "dsa" or a.dsa_indexer_topk is not None:
-        return True
-    return bool((a.hf_config or {}).get("index_topk"))
+    """Whether the model selects the keys of each query by an indexer, by its flags or by its config.json."""
+    return layout.uses_sparse_attention(a) or bool((a.hf_config or {}).get("index_topk"))

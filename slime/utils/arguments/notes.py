@@ -37,6 +37,10 @@ def _no_remote_reward(a: Namespace) -> bool:
     return not remote and not a.custom_rm_path and a.rm_type is not None and a.opd_type != "sglang"
 
 
+def _not_glm4(a: Namespace) -> bool:
+    return not a.custom_model_provider_path and not (a.spec and a.spec[0] == "slime_plugins.models.glm4")
+
+
 def _not_policy_loss(a: Namespace) -> bool:
     return a.loss_type != "policy_loss"
 
@@ -55,6 +59,8 @@ RULES = (
         lambda a: not (a.use_tis or a.get_mismatch_metrics),
         "neither --use-tis nor --get-mismatch-metrics is given",
     ),
+    Unused("post_self_attn_layernorm", _not_glm4, "only the layers of slime_plugins.models.glm4 have that norm"),
+    Unused("post_mlp_layernorm", _not_glm4, "only the layers of slime_plugins.models.glm4 have that norm"),
     Unused("opsm_delta", lambda a: not a.use_opsm, "--use-opsm is not given"),
     Unused(
         "gamma",

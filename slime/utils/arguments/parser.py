@@ -17,10 +17,12 @@ AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """argparse with abbreviations off, whose errors are ValueErrors instead of an exit of the process."""
+    """argparse with abbreviations off, whose errors are exceptions instead of an exit of the process."""
 
     def __init__(self) -> None:
-        super().__init__(prog="train.py", allow_abbrev=False, add_help=False, conflict_handler="resolve")
+        super().__init__(
+            prog="train.py", allow_abbrev=False, add_help=False, conflict_handler="resolve", exit_on_error=False
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
@@ -78,6 +80,11 @@ class Grammar:
         return rows
 
     @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Attribute name -> its value where nobody gives it."""
+        return {dest: flag.default for dest, flag in self.by_dest.items()}
+
+    @cached_property
     def parser(self) -> CommandLineParser:
         """The argparse parser. Custom arguments come first, so that slime's rows win a clash."""
         parser = CommandLineParser()
@@ -94,10 +101,20 @@ class Grammar:
         return parser
 
     def read(self, argv: Sequence[str]) -> CommandLine:
-        """Parse the tokens. Raises ValueError where a value cannot be read as its flag's type."""
-        namespace, unknown = self.parser.parse_known_args(list(argv))
+        """Parse the tokens. A flag whose value cannot be read as its type is a problem, and counts as not given."""
+        argv, problems = list(argv), []
+        while True:
+            try:
+                namespace, unknown = self.parser.parse_known_args(argv)
+                break
+            except argparse.ArgumentError as error:  # the first of them; the others show without it
+                options = set((error.argument_name or "").split("/"))
+                runs = _group_tokens(argv, self.options.keys() | self._custom_options)
+                option = next((option for option, _ in runs if option in options), "")
+                problems.append(Problem((option,) if option else (), error.message))
+                argv = _without(argv, options, self.options.keys() | self._custom_options) if option else []
         tokens = _group_tokens(argv, self.options.keys() | self._custom_options)
-        problems = [self._unknown(token) for token in unknown if token.startswith("-")]
+        problems += [self._unknown(token) for token in unknown if token.startswith("-")]
         if unknown and not problems:
             problems.append(Problem((), f"these values belong to no flag: {' '.join(unknown)}"))
         given, notices, megatron_argv, said = {}, [], [], {}
@@ -125,7 +142,8 @@ class Grammar:
         option = token.split("=", 1)[0]
         if option in self.tables.owned_options:
             return Problem((option,), f"slime sets this for every engine: {self.tables.owned_options[option]}")
-        near = difflib.get_close_matches(option, [*self.options, *self._custom_options], n=3, cutoff=0.6)
+        known = ["--help", *self.options, *self._custom_options]
+        near = difflib.get_close_matches(option, known, n=3, cutoff=0.6)
         return Problem((option,), "unknown flag" + (f"; the nearest known: {', '.join(near)}" if near else ""))
 
     def sglang_overrides(self, command_line: CommandLine) -> dict[str, Any]:
@@ -237,6 +255,18 @@ def _group_tokens(argv: Sequence[str], options: Iterable[str]) -> list[tuple[str
         elif current is not None:
             current[1].append(token)
     return runs
+
+
+def _without(argv: Sequence[str], options: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The tokens without these options and what follows each of them up to the next known one."""
+    left, known, dropping = [], set(known), False
+    for token in argv:
+        name = token.split("=", 1)[0]
+        if name in known or (token.startswith("--") and " " not in token):
+            dropping = name in options
+        if not dropping:
+            left.append(token)
+    return left
 
 
 def _contradictions(said: Iterable[list[list[str]]]) -> list[str]:

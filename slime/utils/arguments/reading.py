@@ -10,7 +10,8 @@ from pathlib import Path
 from slime.utils.arguments.checkpoint_facts import apply_checkpoint_facts
 from slime.utils.arguments.config_file import apply_config_file
 from slime.utils.arguments.derive import decisions, derive
-from slime.utils.arguments.flag import ArgumentsError, Problem
+from slime.utils.arguments.flag import Problem
+from slime.utils.arguments.limits import replace_impossible
 from slime.utils.arguments.namespace import Args
 from slime.utils.arguments.notes import warnings
 from slime.utils.arguments.parser import AddArguments, CommandLine, Grammar, unique
@@ -42,7 +43,7 @@ def read_args(
     cache: Path | None = None,
     dry_run: bool = False,
 ) -> Reading:
-    """Parse, complete and check. Raises ArgumentsError only for tokens that cannot be parsed at all.
+    """Parse, complete and check. A flag whose value does not read as its type is a problem, and keeps its default.
 
     environ: the environment to read, `os.environ` by default. cache: directory of the upstream tables. dry_run: the
     run is planned for other machines; `--accelerator auto` then means cuda.
@@ -50,10 +51,8 @@ def read_args(
     grammar = _grammar(cache)
     if add_custom_arguments is not None:
         grammar = Grammar(grammar.tables, add_custom_arguments=add_custom_arguments)
-    try:
-        command_line = grammar.read(argv)
-    except ValueError as error:  # a value that does not read as its flag's type: argparse stops at the first
-        raise ArgumentsError([Problem((), str(error))]) from error
+    command_line = grammar.read(argv)
+    unread = {flag for problem in command_line.problems if problem.kind == "rule" for flag in problem.flags}
     if command_line.values["custom_config_path"]:
         command_line = apply_config_file(command_line.values["custom_config_path"], command_line, grammar)
     if command_line.values["megatron_config_path"]:
@@ -63,8 +62,11 @@ def read_args(
     draft.model_type, draft.hf_config, draft.checkpoint_facts = facts.model_type, facts.hf_config, facts.values
     asked_load = draft.load
     problems = list(command_line.problems)
+    problems += replace_impossible(draft, command_line.given, grammar.defaults)
     problems += derive(draft, command_line.given, os.environ if environ is None else environ, dry_run)
-    problems += validate(draft, command_line.given, grammar.groups)
+    problems += [
+        p for p in validate(draft, command_line.given, grammar.groups) if not p.flags or set(p.flags) - unread
+    ]
     notices = [*command_line.notices, *decisions(draft, command_line.given)]
     notices += warnings(draft, command_line.given, asked_load)
     return Reading(Args(**vars(draft)), unique(problems), notices, differences)

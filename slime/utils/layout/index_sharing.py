@@ -119,7 +119,8 @@ def _schedule(layers: int, freq: int, offset: int | None, names: tuple[str, str]
     if freq == 1:
         return (True,) * layers
     if offset is None:
-        says = f"{given} but no {offset_name}, which some readers take for 1, others for 2; GLM-5.2 has 3"
+        missing = f"no {offset_name}" + (" (or 0, its default)" if offset_name.startswith("-") else "")
+        says = f"{given} but {missing}, which some readers take for 1, others for 2; GLM-5.2 has 3"
         raise LayoutError((freq_name, offset_name), says, f"{offset_name}{given[len(freq_name)]}3")
     if offset < 1:
         says = f"is {offset}: layer 0 would reuse the top-k of a layer before it, and there is none; must be >= 1"
@@ -141,7 +142,9 @@ def _listed(config: Mapping[str, Any], key: str, layers: int, words: Mapping[str
     entries = config.get(key)
     if entries is None:
         return None
-    unknown = sorted({str(entry) for entry in entries if entry not in words})
+    if not isinstance(entries, str | list):
+        raise LayoutError((key,), f"is {entries!r}, must have an entry a layer: {' or '.join(words)}")
+    unknown = sorted({str(entry) for entry in entries if str(entry) not in words})
     if unknown:
         raise LayoutError((key,), f"holds {', '.join(unknown)}; legal entries are {' and '.join(words)}")
     if len(entries) != layers:

@@ -1,6 +1,7 @@
 """A config.json as the fact tables read it: typed look-ups whose errors name the field, its value and the file."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,12 @@ class Config:
         return str(self.fields.get("model_type") or "")
 
     def need(self, key: str, kind: type = int) -> Any:
-        """The value of a field that this model type must state, checked to be of `kind`."""
+        """The value of a field that this model type must state, checked to be of `kind`; whole numbers are sizes."""
         value = self.get(key, kind)
         if value is None:
             raise ConfigError(f"{self.source}: {key} is missing, and {self.model_type} models need it")
+        if kind is int and not 1 <= value <= _LARGEST_SIZE:
+            raise self.error(key, f"is {value}, must be within 1 and {_LARGEST_SIZE:,}")
         return value
 
     def get(self, key: str, kind: type = int, default: Any = None) -> Any:
@@ -53,6 +56,7 @@ class Config:
         return ConfigError(f"{self.source}: {key} {says}")
 
 
+_LARGEST_SIZE = 2**31 - 1  # sizes are 32-bit numbers to torch's kernels
 _NAMES = {
     int: "a whole number",
     float: "a number",
@@ -69,13 +73,15 @@ def load_config(path: Path) -> tuple[dict[str, Any], str]:
     The file is read as it is: transformers' classes rename fields and add defaults of their own. Raises ConfigError
     for a missing or broken file.
     """
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    file = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.isfile(file):
         raise ConfigError(f"{file}: there is no such file")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{file}:{error.lineno}: not JSON: {error.msg}") from error
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{file}: holds a {type(config).__name__}, not an object")
     return config, str(file)

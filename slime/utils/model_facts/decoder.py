@@ -40,7 +40,7 @@ GROUPED_QUERY = (
 
 def _query_groups(config: Config) -> int:
     heads, groups = config.need("num_attention_heads"), config.need("num_key_value_heads")
-    if heads % groups:
+    if groups < 1 or heads % groups:
         raise config.error("num_key_value_heads", f"is {groups}, which does not divide {heads} attention heads")
     return groups
 
@@ -136,7 +136,7 @@ def experts_after_dense(config: Config) -> Value:
     types = config.get("mlp_layer_types", list)
     if types is None and dense is None:
         raise config.error("first_k_dense_replace", f"is missing, and {config.model_type} models need it")
-    every = config.get("moe_layer_freq", default=1)
+    every = _step(config, "moe_layer_freq")
     pattern = [dense is not None and i >= dense and i % every == 0 for i in range(layers)]
     if types is not None:
         stated = [_sparse(config, kind) for kind in types]
@@ -156,8 +156,15 @@ def _sparse(config: Config, kind: object) -> bool:
     return kind == "sparse"
 
 
+def _step(config: Config, key: str) -> int:
+    step = config.get(key, default=1)
+    if step < 1:
+        raise config.error(key, f"is {step}, must be at least 1")
+    return step
+
+
 def experts_by_step(config: Config) -> Value:
     """--moe-layer-freq of Qwen models: experts in every decoder_sparse_step-th layer but those of mlp_only_layers."""
-    step, without = config.get("decoder_sparse_step", default=1), config.get("mlp_only_layers", list, [])
+    step, without = _step(config, "decoder_sparse_step"), config.get("mlp_only_layers", list, [])
     layers = range(config.need("num_hidden_layers"))
     return layer_pattern([(i + 1) % step == 0 and i not in without for i in layers])

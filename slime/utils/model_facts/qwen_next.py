@@ -33,7 +33,7 @@ def _linear_layers(config: Config) -> Value:
         value: Value = first_full
     else:
         value = layer_pattern(linear)
-    if interval is not None and linear != [bool((i + 1) % interval) for i in range(layers)]:
+    if interval is not None and linear != [bool((i + 1) % interval) if interval else True for i in range(layers)]:
         raise config.error("full_attention_interval", f"is {interval}, and layer_types says {value}")
     return value
 

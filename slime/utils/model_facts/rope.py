@@ -1,5 +1,6 @@
 """Rotary positions as Megatron flags, from either spelling: rope_theta and rope_scaling, or rope_parameters."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,7 +127,7 @@ def _base(config: Config, *kinds: str) -> int:
     base = _parameters(config).get("rope_theta")
     if base is None:
         raise config.error("rope_theta", f"is missing (also in rope_parameters), and {config.model_type} needs it")
-    if not isinstance(base, int | float) or base != int(base):
+    if not isinstance(base, int | float) or not math.isfinite(base) or base != int(base):
         raise config.error("rope_theta", f"is {base!r}; Megatron's --rotary-base takes a whole number")
     return int(base)
 

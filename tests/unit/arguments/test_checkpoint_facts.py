@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.arguments.checkpoint_facts import MUST_AGREE, same_fact
+from slime.utils.arguments.checkpoint_facts import MUST_AGREE, TRAINABLE, same_fact
 from slime.utils.arguments.parser import Grammar
 from slime.utils.arguments.upstream import load_tables
 from tests.unit.arguments.conftest import MODEL
@@ -114,14 +114,15 @@ def test_every_published_config_describes_a_whole_model(case, name):
     assert args.normalization == "RMSNorm" and not args.add_bias_linear
     assert reading.differences == []
     family = [problem for problem in reading.problems if "model_type" in problem.says]
-    if args.model_type in ("llama", "qwen2", "qwen3"):
+    if args.model_type in TRAINABLE:
         assert not family
     else:
         assert [problem.kind for problem in family] == ["unsupported"] and args.model_type in family[0].says
 
 
 def test_a_family_that_cannot_be_trained_yet_may_come_with_its_own_model(case):
-    use_config(case, "qwen3-30B-A3B")
+    use_config(case, "mimo-7B-rl")
+    assert "model_type mimo, which is not supported yet" in texts(case.reading().problems)
     provider = ("--custom-model-provider-path", "slime.utils.misc.load_function")
     assert "model_type" not in texts(case.reading(*provider).problems)
     assert "model_type" not in texts(case.reading("--debug-rollout-only").problems)
@@ -167,16 +168,6 @@ def test_a_plan_may_name_the_config_of_a_checkpoint_elsewhere(case):
     assert started.num_layers is None and started.hf_config is None  # a launch reads its own checkpoint only
     absent = case.reading(plan_hf_config="nowhere.json", dry_run=True).problems
     assert any(problem.flags == ("--plan-hf-config",) and "nowhere.json" in problem.says for problem in absent)
-
-
-def test_without_a_checkpoint_the_flags_tell_what_cannot_be_trained_yet(case):
-    """A plan for a cluster's checkpoint, made on a laptop, called such a run ready to start."""
-    shutil.rmtree(case.hf)
-    experts = ("--num-experts", "8", "--multi-latent-attention", "--experimental-attention-variant", "dsa")
-    refused = [p.flags for p in case.reading(*experts, dry_run=True).problems if "this version trains" in p.says]
-    assert refused == [("--num-experts",), ("--multi-latent-attention",), ("--experimental-attention-variant",)]
-    assert "this version trains" not in texts(case.reading(*experts, "--debug-rollout-only").problems)
-    assert "this version trains" not in texts(case.reading(dry_run=True).problems)
 
 
 def test_the_language_model_of_a_multimodal_config(case):
@@ -235,3 +226,33 @@ def test_same_fact(dest, fact, value, same):
 
 def test_must_agree_names_attributes_that_exist():
     assert set(MUST_AGREE) <= Grammar(load_tables()).by_dest.keys()
+
+
+def test_a_file_that_is_no_json_is_named(case):
+    """A file of bytes, and one nested without end, ended in a stack trace."""
+    for content, says in ((b"\xff\xfe", "cannot be read"), (b"[" * 100_000, "cannot be read"), (b"{", "not JSON")):
+        (case.hf / "config.json").write_bytes(content)
+        assert says in texts(case.reading().problems)
+
+
+@pytest.mark.parametrize("name", ["glm5.2-744B-A40B", "qwen3-next-80B-A3B"])
+def test_no_value_of_a_config_breaks_the_reading(case, name):
+    """`"num_key_value_heads": 0`, a list of widths, a text for a length: each was a stack trace of the checks."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    use_config(case, name)
+    for key in config:
+        for value in (None, "x", 0, -1, [1, 2], {"a": 1}, float("inf")):
+            (case.hf / "config.json").write_text(json.dumps({**config, key: value}))
+            case.reading(dry_run=True, accelerator="cuda")
+    for value in ({"quant_method": "fp8", "weight_block_size": block} for block in ("x", [0, 0], [128], ["a", "b"])):
+        (case.hf / "config.json").write_text(json.dumps({**config, "quantization_config": value}))
+        case.reading(dry_run=True, accelerator="cuda")
+
+
+def test_a_size_that_is_none_is_named(case):
+    case.write_config(num_key_value_heads=0)
+    says = "num_key_value_heads is 0, must be within 1 and 2,147,483,647"
+    assert says in texts(case.reading(without=tuple(MODEL)).problems)
+    case.write_config(intermediate_size=[100, 200])
+    assert "intermediate_size is [100, 200], not a whole number" in texts(case.reading(without=tuple(MODEL)).problems)

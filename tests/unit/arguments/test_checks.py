@@ -135,8 +135,8 @@ def test_a_missing_required_flag_is_named(case):
 def test_a_model_that_nobody_describes(case):
     """Without a config.json to read and without flags, Megatron would end in an assertion without a message."""
     args = case.args().replace(num_layers=None, hf_config=None)
-    problems = [str(problem) for problem in validate(args, {}, ())]
-    assert "--num-layers: is not given" in problems
+    (problem,) = [problem for problem in map(str, validate(args, {}, ())) if "--num-layers: is not given" in problem]
+    assert "no config.json says it" in problem and "--plan-hf-config FILE" in problem
 
 
 def test_rollout_only_needs_no_model(case):

@@ -241,6 +241,22 @@ RULES = {
             others=True,
         ),
     ),
+    engines.check_quantised_engines: (
+        Rule(
+            "",
+            ("--hf-checkpoint: config.json says quant_method fp8", "not supported yet"),
+            "--debug-rollout-only",
+            model=DENSE,
+            config=FP8,
+            kind="unsupported",
+        ),
+        Rule(
+            "--sglang-quantization compressed-tensors",
+            ("--sglang-quantization: compressed-tensors: pushing", "not supported yet"),
+            model=DENSE,
+            kind="unsupported",
+        ),
+    ),
     engines.check_engine_fp8_blocks: (
         Rule(
             f"{EACH} 32",

@@ -131,6 +131,14 @@ RULES = {
             "--linear-num-value-heads 32",
             also=GDN,
         ),
+        Rule("--linear-num-key-heads 0", ("--linear-num-key-heads: is 0, must be at least 1",), also=GDN),
+        Rule("--deterministic-mode", ("have no deterministic kernel",), also=GDN),
+        Rule(
+            "--linear-num-key-heads 5 --linear-num-value-heads 10",
+            ("tensor 2 x context 1 = 2 does not divide the 5 heads",),
+            "--linear-num-key-heads 4 --linear-num-value-heads 8",
+            also="--linear-attention-freq 4 --tensor-model-parallel-size 2 --sequence-parallel",
+        ),
         Rule(
             "--experimental-attention-variant gated_delta_net",
             ("--linear-attention-freq: is not given",),
@@ -177,6 +185,12 @@ RULES = {
             ("sparse attention with --tensor-model-parallel-size 2 needs it",),
             SP,
             also="--tensor-model-parallel-size 2 --experimental-attention-variant dsa --dsa-indexer-topk 9",
+        ),
+        Rule(
+            "",
+            ("linear attention with --tensor-model-parallel-size 2 needs it",),
+            SP,
+            also="--tensor-model-parallel-size 2 --linear-attention-freq 4",
         ),
         Rule(
             "--tp-comm-overlap",

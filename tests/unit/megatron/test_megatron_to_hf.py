@@ -118,10 +118,13 @@ def test_a_family_without_prediction_layers_refuses_them():
         convert_to_hf(ARGS, "qwen3", "mtp.layers.0.eh_proj.weight", torch.zeros(7, 14))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "Qwen3_5MoeConfig", "qwen3_vl"])
-def test_a_hybrid_model_is_not_taken_for_its_dense_namesake(name):
+def test_a_model_is_not_taken_for_its_dense_namesake():
+    """The longest name wins: a table of the dense Qwen3 would lose a hybrid's experts and linear attention."""
+    names = ("qwen3_next", "Qwen3_5MoeConfig", "qwen3_5_moe_text", "Qwen3MoeConfig", "qwen3", "glm4_moe_lite", "glm4")
+    families = [family_of(name).name for name in names]
+    assert len(set(families)) == len(families), families
     with pytest.raises(ValueError, match="no weight conversion"):
-        family_of(name)
+        family_of("qwen3_vl")
 
 
 def test_vocabulary_padding_is_removed():
@@ -146,9 +149,17 @@ def test_model_names_are_normalised_and_unknown_ones_refused():
         family_of("gpt-neox")
 
 
-def test_quantised_checkpoints_are_refused():
-    with pytest.raises(ValueError, match="fp8"):
-        convert_to_hf(ARGS, "qwen3", "output_layer.weight", torch.zeros(16, 7), {"quant_method": "fp8"})
+def test_weights_look_like_the_quantised_checkpoint():
+    """An FP8 engine that is sent bfloat16 values under the names of FP8 ones computes garbage."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [2, 2]}
+    got = dict(convert_to_hf(ARGS, "llama", f"{LAYER}mlp.linear_fc1.weight", torch.randn(8, 7), config))
+    gate = "model.layers.3.mlp.gate_proj.weight"
+    assert list(got)[:2] == [gate, f"{gate}_scale_inv"] and len(got) == 4
+    assert got[gate].dtype == torch.float8_e4m3fn and got[f"{gate}_scale_inv"].shape == (2, 4)
+    head = convert_to_hf(ARGS, "llama", "output_layer.weight", torch.randn(16, 7), config)
+    assert [(name, tensor.dtype) for name, tensor in head] == [("lm_head.weight", torch.float32)]
+    with pytest.raises(ValueError, match="mxfp4"):
+        convert_to_hf(ARGS, "llama", f"{LAYER}mlp.linear_fc1.weight", torch.randn(8, 7), {"quant_method": "mxfp4"})
 
 
 def _named(*sizes):

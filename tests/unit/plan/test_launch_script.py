@@ -47,7 +47,7 @@ slime_launch train.py \\
 """,
     "arithmetic": """N=7
 slime_launch train.py $((1024 * 1024 * 2)) $((N / 2)) $((-N / 2)) $((-N % 4)) $(($N + ${N})) $((2**5 - \\
-   (3+1))) $((N > 3 && N < 5))""",
+   (3+1))) $((N > 3 && N < 5)) $((1 << 63)) $((1 << 65)) $((3 ** 50)) $((9223372036854775807 + 1))""",
     "sequences": """slime_launch train.py $(seq 16 8 40) $(seq 3) "$(seq 2 3)" $(seq 3 -1 1) $(seq 5 4)""",
     "echo": """slime_launch train.py $(echo a b) "$(echo "c  d")" """,
     "directory of the script": """D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
@@ -237,6 +237,12 @@ def test_several_runs_are_all_found_in_order(tmp_path):
         ('B=1\nA="x\n\n', r'run\.sh:2: this " has no partner'),
         ("if true; then\npython train.py", r"run\.sh:\d+: this `if` has no `fi`"),
         ("f() { f; }; f\npython train.py", "f calls itself too often"),
+        ("source run.sh\npython train.py", r"files source one another"),
+        ("python train.py $((9 / 0))", r"run\.sh:1: .*the arithmetic `9 / 0`"),
+        ("X=X\npython train.py $((X)) $((16#ff))", r"run\.sh:2: .*the arithmetic `X`"),
+        ("python train.py $((16#ff))", r"the arithmetic `16#ff` at run\.sh:1 is not followed"),
+        ("python train.py $((2 ** -1))", r"the arithmetic `2 \*\* -1` at run\.sh:1 cannot be evaluated"),
+        ("python train.py $(seq 1 999999999)", r"the output of `\$\(seq 1 999999999\)` at run\.sh:1"),
         ("A=(1)\nA[2]=x\npython train.py ${A[@]}", r"run\.sh:3: .*A\[\.\.\.\] is assigned at run\.sh:2"),
         ("python train.py {a,b}", r"run\.sh:1: .*`\{a,b\}` at run\.sh:1"),
         ("python train.py ${A/x/y}", r"`\$\{A/x/y\}` at run\.sh:1"),

@@ -12,6 +12,7 @@ from slime.plan.memory import trainer_memory
 from slime.plan.shape import ModelShape
 from slime.plan.suggest import DECIDED, Layout, layouts, suggest, without
 from slime.utils.arguments.reading import read_args
+from tests.helpers import golden_plans
 
 ROOT = Path(__file__).resolve().parents[3]
 GLM = ROOT / "scripts" / "run-glm5.2-744B-A40B.sh"
@@ -25,7 +26,7 @@ def tokens(script: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def search():
-    return suggest(tokens(GLM), gpus=256, gpu_memory_gb=80, environ={})
+    return golden_plans.search(str(GLM.relative_to(ROOT)), 256)
 
 
 def test_the_reference_layout_of_the_flagship_is_among_them():
@@ -140,8 +141,10 @@ def test_the_tool_prints_plans_and_suggestions():
         (("--script", "no.sh"), "cannot read no.sh"),
         (("--script", "scripts/run-qwen3-4B.sh", "--set", "X"), "--set X: must be NAME=VALUE"),
         (("--script", "scripts/run-qwen3-4B.sh", "--gpus", "8"), "--gpus is for --suggest"),
+        (("--script", "scripts/run-qwen3-4B.sh", "--suggest", "--gpus", "0"), "--gpus 0: must be within 1 and"),
+        (("--script", "scripts/run-qwen3-4B.sh", "--suggest", "--gpus-per-node", "0"), "--gpus-per-node 0: must be"),
         (("--script", "scripts/run-qwen3-4B.sh", "--rank", "8"), "--rank 8: the training ranks are 0 to 7"),
-        (("--", "--num-rollout", "many"), "argument --num-rollout: invalid int value"),
+        (("--script", sys.executable), "it is no text"),
         (("--suggest", "--", "--num-rollout", "3"), "--num-layers is not given"),
     ],
 )

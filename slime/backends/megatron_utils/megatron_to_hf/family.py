@@ -7,7 +7,7 @@ import difflib
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,11 +20,14 @@ _EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 class Transform:
     """How one Megatron tensor becomes several Hugging Face tensors, and back. `merge` is the exact inverse of `split`.
 
-    Both get the arguments (or a TransformerConfig) for the model's dimensions.
+    All get the arguments (or a TransformerConfig) for the model's dimensions. blocks: where a Megatron tensor holds
+    several matrices one after the other along the dimension that tensor parallelism splits, their sizes (only the
+    ratios count): each is split for itself, so that a rank holds a share of every one.
     """
 
     split: Callable[[Namespace, torch.Tensor], Sequence[torch.Tensor]]
     merge: Callable[[Namespace, Sequence[torch.Tensor]], torch.Tensor]
+    blocks: Callable[[Namespace], Sequence[int]] | None = None
 
 
 def _split_qkv(args: Namespace, param: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -81,7 +84,11 @@ def _swap_columns(param: torch.Tensor) -> torch.Tensor:
 
 UNCHANGED = Transform(lambda args, param: (param,), lambda args, parts: parts[0])
 # linear_fc1 [2 * ffn, hidden] <-> gate and up projection [ffn, hidden]
-GATE_UP = Transform(lambda args, param: param.chunk(2), lambda args, parts: torch.cat(tuple(parts)))
+GATE_UP = Transform(
+    lambda args, param: param.chunk(2), lambda args, parts: torch.cat(tuple(parts)), lambda args: (1, 1)
+)
+# the same in a checkpoint that holds both in one tensor
+PACKED_GATE_UP = replace(UNCHANGED, blocks=GATE_UP.blocks)
 QKV = Transform(_split_qkv, _merge_qkv)
 GATED_QKV = Transform(_split_gated_qkv, _merge_gated_qkv)
 # eh_proj [hidden, 2 * hidden]: Megatron reads (embedding, hidden state); some checkpoints hold the halves swapped
@@ -110,15 +117,24 @@ class MultiTokenPrediction:
     rows: tuple[Row, ...]
 
 
+# Buffers of old checkpoints; copies of embedding and head beside a prediction layer, which shares the model's own.
+PASSED_OVER = (r".*\.rotary_emb\.inv_freq", r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
+
+
 @dataclass(frozen=True)
 class Family:
-    """All parameters that models of the family may have. model_rows: outside the layers; layer_rows: inside."""
+    """All parameters that models of the family may have. model_rows: outside the layers; layer_rows: inside.
+
+    passed_over: regular expressions of checkpoint tensors that have no place in the trained model, beside prediction
+    layers that are not trained: buffers, copies, parts that are not the language model.
+    """
 
     name: str
     model_rows: tuple[Row, ...]
     layer_rows: tuple[Row, ...]
     layer_prefix: str = "model.layers.{layer}."
     mtp: MultiTokenPrediction | None = None
+    passed_over: tuple[str, ...] = PASSED_OVER
     _by_name: dict[str, dict[str, Row]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -143,6 +159,18 @@ class Family:
         if len(tensors) != len(hf_names):
             raise ValueError(f"{name} is made of {len(hf_names)} tensors ({', '.join(hf_names)}), got {len(tensors)}")
         return row.transform.merge(args, tensors)
+
+    def tp_blocks(self, args: Namespace, name: str) -> tuple[int, ...]:
+        """Relative sizes of the blocks of `name` that tensor parallelism splits one by one; (1,) for one matrix."""
+        blocks = self._find(args, name)[0].transform.blocks
+        return (1,) if blocks is None else tuple(blocks(args))
+
+    def mtp_prefixes(self, num_layers: int, depth: int) -> tuple[str, ...]:
+        """How the Hugging Face names of a prediction layer begin. num_layers: of the decoder; depth: 0-based."""
+        if self.mtp is None:
+            return ()
+        places = {"depth": depth, "layer": num_layers + depth}
+        return tuple({prefix.format(**places) for prefix in (self.mtp.prefix, self.mtp.layer_prefix)})
 
     def _find(self, args: Namespace, name: str) -> tuple[Row, list[str]]:
         table, key, prefix = self._place(args, name)

@@ -11,8 +11,14 @@ Bucket = list[NamedTensor]
 _TOGETHER = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
 
 
-def atomic_groups(params: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
-    """Parameters one by one, but those that an engine fuses together. ValueError when one of a pair never comes."""
+def atomic_groups(params: Iterable[NamedTensor], paired: bool = True) -> Iterator[list[NamedTensor]]:
+    """Parameters one by one, but those that an engine fuses together. ValueError when one of a pair never comes.
+
+    paired: False for latent attention without compressed queries, where only the second of the two exists.
+    """
+    if not paired:
+        yield from ([param] for param in params)
+        return
     waiting: dict[str, list[NamedTensor]] = {}
     for name, param in params:
         suffix = next((suffix for suffix in _TOGETHER if name.endswith(suffix)), None)

@@ -1,5 +1,6 @@
-"""The local model as a stream of Hugging Face tensors: global names, TP gathering, conversion; collective calls."""
+"""The local model as a stream of Hugging Face tensors: global names, gathered shards, conversion; collective calls."""
 
+import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -10,82 +11,119 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
 
-from slime.backends.megatron_utils.megatron_to_hf import conversion_name, convert_to_hf
+from slime.backends.megatron_utils.megatron_to_hf import conversion_name, convert_to_hf, family_of, quantization_of
+from slime.backends.megatron_utils.megatron_to_hf.family import Family
+from slime.backends.megatron_utils.megatron_to_hf.sharding import is_expert, merge_shards, partition_dim
 from slime.backends.megatron_utils.update_weight.buckets import Bucket, NamedTensor, atomic_groups, plan_buckets
 
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
+_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
-def named_params(args: Namespace, model_chunks: Sequence[torch.nn.Module]) -> Iterator[NamedTensor]:
-    """(global name with the prefix "module.module.", local shard) of all parameters and router expert biases.
+def global_params(chunk: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(local name, global name, local shard) of all parameters and router expert biases of a model chunk.
 
-    Layers and experts are numbered over the whole model. The copy of tied embeddings that the last pipeline stage
-    keeps as its output layer is left out.
+    Globally, layers and experts are numbered over the whole model. Copies of the embedding on the last pipeline stage
+    (tied output layer, prediction layers) are included.
     """
-    for chunk in model_chunks:
-        model = unwrap_model(chunk)
-        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        biases = ((name, buffer) for name, buffer in model.named_buffers() if "expert_bias" in name)
-        for name, param in [*model.named_parameters(), *biases]:
-            if name == "output_layer.weight" and not args.untie_embeddings_and_output_weights:
-                continue
-            yield "module.module." + _global_name(args, name, layers), param
+    model = unwrap_model(chunk)
+    numbers = {
+        part: [layer.layer_number - 1 for layer in getattr(model, part).layers]
+        for part in ("decoder", "mtp")
+        if hasattr(model, part)
+    }
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
+    for name, param in [*model.named_parameters(), *biases]:
+        yield name, _global_name(name, numbers, model.config.num_moe_experts), param
 
 
-def _global_name(args: Namespace, name: str, layers: Sequence[int]) -> str:
+def _global_name(name: str, numbers: dict[str, list[int]], num_experts: int | None) -> str:
     if match := _LAYER.fullmatch(name):
-        name = f"{match[1]}{layers[int(match[2])]}{match[3]}"
+        name = f"{match[1]}.layers.{numbers[match[1]][int(match[2])]}.{match[3]}"
     if match := _EXPERT.fullmatch(name):
-        first = mpu.get_expert_model_parallel_rank() * (args.num_experts // mpu.get_expert_model_parallel_world_size())
+        first = mpu.get_expert_model_parallel_rank() * (num_experts // mpu.get_expert_model_parallel_world_size())
         name = f"{match[1]}{first + int(match[2])}"
     return name
 
 
-def all_gather_param(name: str, param: torch.Tensor) -> torch.Tensor:
+def named_params(args: Namespace, model_chunks: Sequence[torch.nn.Module]) -> Iterator[NamedTensor]:
+    """(global name with the prefix "module.module.", local shard) of what this pipeline stage exports.
+
+    Without the copies of the embedding that the last stage keeps as tied output layer or for prediction layers.
+    """
+    for chunk in model_chunks:
+        copies = set() if args.untie_embeddings_and_output_weights else {"output_layer.weight"}
+        if not unwrap_model(chunk).pre_process:
+            copies.add("embedding.word_embeddings.weight")
+        for local, name, param in global_params(chunk):
+            if local not in copies:
+                yield "module.module." + name, param
+
+
+def all_gather_param(name: str, param: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     """The whole parameter from its shards on the (expert) TP group. All ranks of the group call it in the same order.
 
-    linear_fc1 holds (gate, up) on every rank: all gates come first in the result.
+    blocks: Family.tp_blocks of the parameter.
     """
-    experts = ".experts." in name
-    group = mpu.get_expert_tensor_parallel_group() if experts else mpu.get_tensor_model_parallel_group()
-    split = getattr(param, "tensor_model_parallel", False) and getattr(param, "parallel_mode", "") != "duplicated"
-    if not split or group.size() == 1:
+    group = mpu.get_expert_tensor_parallel_group() if is_expert(name) else mpu.get_tensor_model_parallel_group()
+    dim = partition_dim(name, param)
+    if dim is None or group.size() == 1:
         return param.detach()
     shards = [torch.empty_like(param) for _ in range(group.size())]
     dist.all_gather(shards, param.detach().contiguous(), group=group)
-    if ".linear_fc1." in name:
-        halves = [shard.chunk(2) for shard in shards]
-        shards = [gate for gate, _ in halves] + [up for _, up in halves]
-        return torch.cat(shards)
-    # grouped linears of Transformer Engine label their second projection with the wrong dimension
-    dim = 1 if experts and ".linear_fc2." in name else param.partition_dim
-    return torch.cat(shards, dim=dim)
+    return merge_shards(shards, dim, blocks)
+
+
+def _whole_params(args: Namespace, family: Family, name: str, param: torch.Tensor) -> Iterator[NamedTensor]:
+    """The whole parameter, from its TP group; of an expert's, one a rank of its expert-parallel group, in turn.
+
+    All ranks of these groups call it in the same order and consume it to the end. Beside what the caller keeps, one
+    parameter is held in memory at a time.
+    """
+    whole = all_gather_param(name, param, family.tp_blocks(args, name.removeprefix("module.module.")))
+    group = mpu.get_expert_model_parallel_group()
+    if not is_expert(name) or group.size() == 1:
+        yield name, whole
+        return
+    match = _EXPERT.fullmatch(name)
+    per_rank = args.num_experts // group.size()
+    for owner in range(group.size()):
+        expert = whole.contiguous() if owner == group.rank() else torch.empty_like(whole)
+        dist.broadcast(expert, src=dist.get_global_rank(group, owner), group=group)
+        yield f"{match[1]}{owner * per_rank + int(match[2]) % per_rank}", expert
 
 
 def hf_buckets(args: Namespace, model_chunks: Sequence[torch.nn.Module], limit: int) -> Iterator[Bucket]:
-    """This pipeline stage's weights as buckets of at most `limit` bytes. Called by whole TP groups in step.
+    """This pipeline stage's weights as buckets of at most `limit` bytes, a tensor above that alone.
 
-    ValueError with expert parallelism, whose experts live on ranks outside the TP group.
+    In the format of --hf-checkpoint: where that is quantised, they are.
+
+    Called in step by whole groups of peers (is_weight_source), and consumed to the end by each.
     """
-    if args.expert_model_parallel_size > 1:
-        raise ValueError("weights of --expert-model-parallel-size > 1 cannot be exported yet; use 1")
-    model_name = conversion_name(args)
-    items = (
-        [
-            pair
-            for name, param in group
-            for pair in convert_to_hf(args, model_name, name, all_gather_param(name, param))
-        ]
-        for group in atomic_groups(named_params(args, model_chunks))
-    )
-    return plan_buckets(items, limit)
+    model_name, quantization = conversion_name(args), quantization_of(args)
+    family = family_of(model_name)
+    paired = getattr(unwrap_model(model_chunks[0]).config, "q_lora_rank", None) is not None
+
+    def items() -> Iterator[Bucket]:
+        for group in atomic_groups(named_params(args, model_chunks), paired):
+            for parts in zip(*(_whole_params(args, family, *member) for member in group), strict=True):
+                converted = (convert_to_hf(args, model_name, name, whole, quantization) for name, whole in parts)
+                yield [pair for pairs in converted for pair in pairs]
+
+    return plan_buckets(items(), limit)
 
 
-def is_weight_source(tensor_parallel_peers: bool = False) -> bool:
-    """Whether this rank sends its pipeline stage's weights: first of DP, CP and TP. With peers: its whole TP group."""
-    first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-    return first and (tensor_parallel_peers or mpu.get_tensor_model_parallel_rank() == 0)
+def is_weight_source(with_peers: bool = False) -> bool:
+    """Whether this rank sends its pipeline stage's weights: its first one.
+
+    with_peers: all ranks that it needs for that. They are the first of the stage: as many as hold whole
+    tensor-parallel groups and whole sets of experts. Both grids number the ranks of a stage in the same order, data
+    parallel outermost.
+    """
+    tp = mpu.get_tensor_model_parallel_world_size()
+    place = mpu.get_data_parallel_rank(with_context_parallel=True) * tp + mpu.get_tensor_model_parallel_rank()
+    experts = mpu.get_expert_tensor_parallel_world_size() * mpu.get_expert_model_parallel_world_size()
+    return place < (math.lcm(tp, experts) if with_peers else 1)
 
 
 def agree(function: Callable[..., Any], *args: Any) -> Any:

@@ -60,7 +60,7 @@ class UpdateWeightFromTensor(WeightUpdater):
         return sent
 
     def _send_stage_values(self, stage: int, sent: Sent) -> None:
-        if stage != mpu.get_pipeline_model_parallel_rank() or not is_weight_source(tensor_parallel_peers=True):
+        if stage != mpu.get_pipeline_model_parallel_rank() or not is_weight_source(with_peers=True):
             return
         for bucket in hf_buckets(self.args, self.model_chunks, self.args.update_weight_buffer_size):
             if is_weight_source():

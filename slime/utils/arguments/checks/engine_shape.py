@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from slime.utils.arguments.checks.common import first_of, head_dim, kv_groups, model_config
 
@@ -80,6 +81,7 @@ class EngineModel:
             latent = _latent(nope, rope, config.get("v_head_dim") or nope)
         quantisation = config.get("quantization_config") or {}
         block = quantisation.get("weight_block_size") if quantisation.get("quant_method") == "fp8" else None
+        kept = quantisation.get("modules_to_not_convert") or quantisation.get("ignored_layers")
         return cls(
             heads=heads,
             groups=None if latent else first_of(config, "num_key_value_heads") or heads,
@@ -88,8 +90,8 @@ class EngineModel:
             expert_width=config.get("moe_intermediate_size") or (config.get("intermediate_size") if experts else None),
             dense_width=None if all_sparse else config.get("intermediate_size"),
             latent=latent,
-            block=tuple(block) if block and len(block) == 2 else None,
-            unquantised=tuple(quantisation.get("modules_to_not_convert") or quantisation.get("ignored_layers") or ()),
+            block=tuple(block) if _is_block(block) else None,
+            unquantised=tuple(map(str, kept)) if isinstance(kept, list) else (),
         )
 
     def attention_widths(self, ranks: int) -> Iterator[tuple[str, int, int]]:
@@ -117,6 +119,10 @@ class EngineModel:
 
     def _kept(self, *words: str) -> bool:
         return any(word in name for name in self.unquantised for word in words)
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value)
 
 
 def _latent(nope: int, rope: int, value: int) -> tuple[int, int, int]:

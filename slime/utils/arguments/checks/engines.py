@@ -200,4 +200,23 @@ def _expert_ranks(shape: EngineShape) -> str:
     return f"{shape.tp} ranks / expert parallel {shape.ep} = {shape.expert_tp} ranks an expert"
 
 
-CHECKS = (check_engine_parallel, check_engine_experts, check_engine_split, check_engine_fp8_blocks)
+@of_engines
+def check_quantised_engines(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Engines get the trained weights in the precision of --hf-checkpoint, which must not be a quantised one yet."""
+    if a.debug_rollout_only:
+        return
+    why = "pushing trained weights to quantised engines is not supported yet"
+    method = ((a.hf_config or {}).get("quantization_config") or {}).get("quant_method")
+    if a.sglang_quantization is not None:
+        yield Problem(("--sglang-quantization",), f"{a.sglang_quantization}: {why}", kind="unsupported")
+    elif method:
+        yield Problem(("--hf-checkpoint",), f"config.json says quant_method {method}: {why}", kind="unsupported")
+
+
+CHECKS = (
+    check_engine_parallel,
+    check_engine_experts,
+    check_engine_split,
+    check_engine_fp8_blocks,
+    check_quantised_engines,
+)

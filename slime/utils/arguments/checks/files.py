@@ -1,6 +1,7 @@
 """Rules of inputs: what the run reads is there, and is what it should be. Absence is a matter of this machine."""
 
 import json
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ def check_hf_checkpoint(a: Namespace, given: Mapping[str, str]) -> Iterator[Prob
     """Tokenizer, engine weights and model facts come from a local Hugging Face directory."""
     if a.hf_checkpoint is None:
         yield Problem(("--hf-checkpoint",), "is not given; tokenizer, engines and model facts come from it")
-    elif not Path(a.hf_checkpoint).is_dir():
+    elif not os.path.isdir(a.hf_checkpoint):
         yield Problem(("--hf-checkpoint",), f"{a.hf_checkpoint} is not a directory", kind="absent")
     elif not is_hf_checkpoint(a.hf_checkpoint):
         yield Problem(("--hf-checkpoint",), f"{a.hf_checkpoint} holds no config.json", kind="absent")
@@ -61,7 +62,7 @@ def _check_data_file(flag: str, where: str, path: str) -> Iterator[Problem]:
         yield Problem((flag,), says, f"{flag} {file}@[0:100]" if not where else "")
     if Path(file).suffix not in _SUFFIXES:
         yield Problem((flag,), f"{where}{file} must be a {' or '.join(_SUFFIXES)} file")
-    elif not Path(file).exists():
+    elif not os.path.exists(file):
         yield Problem((flag,), f"{where}{file} does not exist", kind="absent")
 
 
@@ -91,7 +92,7 @@ def check_checkpoint_steps(a: Namespace, given: Mapping[str, str]) -> Iterator[P
         if step is None or not is_megatron_checkpoint(directory):
             continue
         if not (Path(directory) / f"iter_{step:07d}").is_dir():
-            there = sorted(int(path.name[5:]) for path in Path(directory).glob("iter_[0-9]*"))
+            there = sorted(int(path.name[5:]) for path in Path(directory).glob("iter_*") if path.name[5:].isdecimal())
             says = f"{step} is not in {directory}" + (f", which has {', '.join(map(str, there))}" if there else "")
             yield Problem((flag,), says, f"{flag} {there[-1]}" if there else "", kind="absent")
 
@@ -128,7 +129,7 @@ def check_debug_data(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem
         says = f"is {fraction:g}, must be within (0, 1]"
         yield Problem(("--load-debug-rollout-data-subsample",), says, "--load-debug-rollout-data-subsample 0.5")
     path = a.load_debug_rollout_data
-    if path is not None and "{" not in path and not Path(path).is_file():
+    if path is not None and "{" not in path and not os.path.isfile(path):
         yield Problem(("--load-debug-rollout-data",), f"{path} does not exist", kind="absent")
 
 

@@ -1,5 +1,6 @@
 """Rules of lengths: a prompt and its response fit into the context, and the context into the model."""
 
+import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -57,9 +58,10 @@ def model_length(config: Mapping[str, Any]) -> int | None:
     factor = 1.0
     if isinstance(scaling, dict) and scaling:
         own = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
-        factor = 1.0 if own else scaling.get("factor", 1.0) or 1.0
+        stated = scaling.get("factor")
+        factor = stated if stated and not own and isinstance(stated, int | float) else 1.0
     length = next((config[key] for key in MODEL_LENGTHS if config.get(key) is not None), None)
-    return None if length is None else int(factor * length)
+    return None if length is None or not math.isfinite(factor) else int(factor * length)
 
 
 def _engine_length(a: Namespace) -> tuple[int | None, str]:

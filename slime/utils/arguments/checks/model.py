@@ -13,6 +13,7 @@ REQUIRED = {
     "hidden_size": ("--hidden-size", "hidden_size"),
     "num_attention_heads": ("--num-attention-heads", "num_attention_heads"),
 }
+NO_CONFIG = "a checkpoint with a config.json, a file of scripts/models, or in a dry run --plan-hf-config FILE"
 # What config.json calls a fact; the first key that is there.
 CONFIG_KEYS = {
     "num_layers": ("num_hidden_layers",),
@@ -44,7 +45,10 @@ def check_described(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]
     for dest, (flag, key) in REQUIRED.items():
         if getattr(a, dest) is None:
             fact = model_config(a).get(key)
-            yield Problem((flag,), "is not given", f"{flag} {fact}" if fact is not None else "")
+            if fact is not None:
+                yield Problem((flag,), "is not given", f"{flag} {fact}")
+            else:
+                yield Problem((flag,), "is not given, and no config.json says it", NO_CONFIG)
 
 
 @of_trainer

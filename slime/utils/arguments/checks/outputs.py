@@ -75,7 +75,7 @@ def check_writable(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
         if path is None or dest not in given:
             continue
         place = _first_existing(Path(path.split("{")[0]) if "{" in path else Path(path))
-        if place.is_file() and dest in DIRECTORIES:
+        if os.path.isfile(place) and dest in DIRECTORIES:
             yield Problem((given[dest],), f"{path}: {place} is a file", kind="absent")
         elif not os.access(place, os.W_OK):
             yield Problem((given[dest],), f"{path}: {place} cannot be written by this user", kind="absent")
@@ -83,7 +83,7 @@ def check_writable(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
 
 def _first_existing(path: Path) -> Path:
     path = path.expanduser().absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(place for place in (path, *path.parents) if os.path.exists(place))
 
 
 def _same(one: str, other: str) -> bool:

@@ -72,13 +72,21 @@ def check_heads(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
 @of_trainer
 def check_linear_attention(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     """Heads of a gated delta net split over tensor x context parallel ranks, its values over its keys."""
-    if a.experimental_attention_variant != "gated_delta_net":
+    if a.experimental_attention_variant != "gated_delta_net" and a.linear_attention_freq is None:
         return
     keys, values = a.linear_num_key_heads, a.linear_num_value_heads
+    split = a.tensor_model_parallel_size * a.context_parallel_size
+    if a.deterministic_mode:
+        says = "gated delta nets have no deterministic kernel; leave it out"
+        yield Problem(("--deterministic-mode",), says)
+    if min(keys, values, split) < 1:
+        for flag, heads in (("--linear-num-key-heads", keys), ("--linear-num-value-heads", values)):
+            if heads < 1:
+                yield Problem((flag,), f"is {heads}, must be at least 1")
+        return
     if values % keys:
         says = f"{values} is not a multiple of --linear-num-key-heads {keys}"
         yield Problem(("--linear-num-value-heads",), says, f"--linear-num-value-heads {round_up(values, keys)}")
-    split = a.tensor_model_parallel_size * a.context_parallel_size
     for flag, heads in (("--linear-num-key-heads", keys), ("--linear-num-value-heads", values)):
         if heads % split:
             says = f"tensor {a.tensor_model_parallel_size} x context {a.context_parallel_size} = {split} does not "
@@ -101,7 +109,7 @@ def check_widths(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
         ("--moe-ffn-hidden-size", a.moe_ffn_hidden_size if a.num_experts else None, ETP, etp),
     )
     for flag, width, size_flag, size in rows:
-        if width and size > 1 and width % size:
+        if width and width > 0 and size > 1 and width % size:
             says = f"{size} does not divide {flag} {width}: {width} / {size} = {width / size:g} columns a rank"
             ranks = a.world_size // max(1, a.pipeline_model_parallel_size)
             legal = max(d for d in divisors(width) if d <= size and (d == 1 or ranks % d == 0))
@@ -139,6 +147,9 @@ def check_sequence_parallel(a: Namespace, given: Mapping[str, str]) -> Iterator[
         yield Problem(("--sequence-parallel",), says, "--sequence-parallel")
     elif uses_sparse_attention(a):
         says = f"sparse attention with {TP} {tp} needs it: keys and indices are gathered from the ranks' tokens"
+        yield Problem(("--sequence-parallel",), says, "--sequence-parallel")
+    elif a.linear_attention_freq is not None:
+        says = f"linear attention with {TP} {tp} needs it: its ranks share out heads of whole sequences"
         yield Problem(("--sequence-parallel",), says, "--sequence-parallel")
     if a.tp_comm_overlap:
         says = "overlaps the communication of sequence parallelism, which is off"

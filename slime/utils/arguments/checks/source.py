@@ -2,6 +2,7 @@
 
 import ast
 import importlib.machinery
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ def find(path: str) -> Found:
     if ".py:" in path:
         file, _, name = path.rpartition(":")
         file = Path(file).expanduser()
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise NotFound(f"{file} does not exist")
         return _in_file(file, None, name, MAX_HOPS)
     module, _, name = path.rpartition(".")

@@ -28,10 +28,8 @@ GROUP = FlagGroup(
             supported=False,
         ),
         switch("--enable-mtp-training", "Train the multi-token-prediction layers too.", supported=False),
-        switch(
-            "--post-self-attn-layernorm", "A norm after the attention, before its residual (GLM-4).", supported=False
-        ),
-        switch("--post-mlp-layernorm", "A norm after the MLP, before its residual (GLM-4).", supported=False),
+        switch("--post-self-attn-layernorm", "A norm after the attention, before its residual (GLM-4)."),
+        switch("--post-mlp-layernorm", "A norm after the MLP, before its residual (GLM-4)."),
         switch(
             "--use-gated-attention",
             "Attention with an output gate.",

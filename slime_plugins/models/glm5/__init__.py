@@ -1,0 +1,1 @@
+"""Sparse latent attention (DSA): DeepSeek-V3.2, GLM-5, GLM-5.2."""

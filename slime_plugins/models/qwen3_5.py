@@ -1,0 +1,13 @@
+"""The layer spec of Qwen3.5's language model, dense or with experts: gated delta nets and gated attention."""
+
+from argparse import Namespace
+
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from slime_plugins.models.gated_delta_net import hybrid_block_spec
+
+
+def get_qwen3_5_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one (virtual) pipeline stage. ValueError for model arguments that are not this family's."""
+    return hybrid_block_spec(config, vp_stage)
