@@ -14,7 +14,7 @@ from slime.backends.megatron_utils.megatron_to_hf.processors.directories import 
 )
 from slime.backends.sglang_utils.server_args import SERVER_PATH
 from tests.helpers.sglang_load import ROOT
-from tests.unit.quantization.test_engines import FORMATS, load
+from tests.unit.quantization.test_engine_loading import FORMATS, load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.e2e]
 
