@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slime.plan.parameters import Sizes, layer_rows, local
 from slime.plan.shape import DeltaNet, Dense, Experts, GroupedQuery, Latent, LayerShape, ModelShape
-from slime.utils.layout.pipeline import Chunk, PipelineLayout
+from slime.utils.layout.chunks import Chunk, PipelineLayout
 
 FLOAT32 = 4
 INT64 = 8
@@ -189,7 +189,8 @@ def _gradients_under_way(layer: LayerShape, shape: ModelShape, setting: Setting,
     added to the buffer.
 
     Most gradients take the place of the kept tensor they belong to; of the inner ones, one of the MLP's width comes on
-    top (on an H200, with a vocabulary too small for the loss to be the peak: 0.6 % off for a dense model).
+    top. On an H200, with a vocabulary too small for the loss to be the peak, a step's peak comes out within 4 % for
+    dense MLPs and within 8 % for experts.
     """
     sizes, width, hidden = setting.sizes, setting.width, shape.hidden
     if isinstance(layer.mlp, Dense):

@@ -10,7 +10,8 @@ from typing import Any
 from slime.plan.activations import FLOAT32, Activations, Setting, loss_bytes, stage_activations
 from slime.plan.parameters import Parameters, Sizes, layer_rows, padded_elements, parameters_of_rank
 from slime.plan.shape import ModelShape
-from slime.utils.layout.pipeline import PipelineLayout, pipeline_layout
+from slime.utils.layout.chunks import PipelineLayout
+from slime.utils.layout.pipeline import pipeline_layout
 
 GIB = 2**30
 # Outside torch's allocator a trainer alone on an H200 holds 2.04 GiB (CUDA context, kernels, NCCL for a world of one),

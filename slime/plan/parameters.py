@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.plan.shape import Attention, DeltaNet, Dense, Experts, GroupedQuery, Latent, LayerShape, ModelShape
-from slime.utils.layout.pipeline import Chunk, PipelineLayout
+from slime.utils.layout.chunks import Chunk, PipelineLayout
 
 Split = Literal["whole", "tp", "expert"]
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from slime.plan.parameters import layer_rows
 from slime.plan.shape import ModelShape
-from slime.utils.layout.pipeline import Chunk, PipelineLayout
+from slime.utils.layout.chunks import Chunk, PipelineLayout
 
 Transport = Literal["tensor", "distributed", "disk", "delta"]
 GIGA = 10**9

@@ -1,5 +1,6 @@
 """Layout arithmetic that checks, metrics and the plan share: pure functions of the arguments."""
 
+from slime.utils.layout.chunks import Chunk, PipelineLayout
 from slime.utils.layout.engine_stages import engine_stages
 from slime.utils.layout.errors import LayoutError
 from slime.utils.layout.index_sharing import (
@@ -13,7 +14,7 @@ from slime.utils.layout.index_sharing import (
     uses_sparse_attention,
 )
 from slime.utils.layout.moe_layers import moe_layer_pattern
-from slime.utils.layout.pipeline import Chunk, PipelineLayout, pipeline_layout
+from slime.utils.layout.pipeline import pipeline_layout
 from slime.utils.layout.splits import balanced_counts, equal_middle_splits
 from slime.utils.layout.stage_string import stage_string
 

@@ -6,13 +6,11 @@ The indices do not cross pipeline stages, in trainers and engines alike: every s
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slime.utils.layout.chunks import Chunk, PipelineLayout
 from slime.utils.layout.errors import LayoutError
 from slime.utils.layout.splits import equal_middle_splits
-
-if TYPE_CHECKING:
-    from slime.utils.layout.pipeline import Chunk, PipelineLayout
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def index_sharing_of_engine(config: Mapping[str, Any]) -> IndexSharing | None:
     return index_sharing_of_config(without_types)
 
 
-def illegal_starts(layout: "PipelineLayout", sharing: IndexSharing) -> tuple["Chunk", ...]:
+def illegal_starts(layout: PipelineLayout, sharing: IndexSharing) -> tuple[Chunk, ...]:
     """The (virtual) stages of a trainer that start on a layer without an indexer, in forward order."""
     return tuple(chunk for chunk in layout.chunks if chunk.layers and not sharing.computes[chunk.layers[0]])
 

@@ -12,7 +12,7 @@ from slime.plan import memory as plan
 from slime.plan.activations import Activations, Setting, in_flight, layer_bytes, loss_bytes, stage_activations
 from slime.plan.parameters import Parameters, Sizes, Tensors, padded_elements
 from slime.plan.shape import DeltaNet, Dense, Experts, GroupedQuery, Indexer, Latent, LayerShape, ModelShape
-from slime.utils.layout.pipeline import Chunk, PipelineLayout
+from slime.utils.layout.chunks import Chunk, PipelineLayout
 from tests.helpers.gloo import run_ranks
 
 TOKENS = 256

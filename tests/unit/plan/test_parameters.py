@@ -372,7 +372,7 @@ def test_frozen_parameters_have_no_gradients():
     """--freeze-params-name-list and --only-train-params-name-list are searched in Megatron's names; only wins."""
     from slime.plan.parameters import Sizes, parameters_of_rank
     from slime.plan.shape import ModelShape
-    from slime.utils.layout.pipeline import Chunk, PipelineLayout
+    from slime.utils.layout.chunks import Chunk, PipelineLayout
 
     shape = ModelShape.from_args(_driver("qwen3-30B-A3B"))
     layout = PipelineLayout((Chunk(0, 0, tuple(range(48)), True, True, ()),), 1, 1)
