@@ -8,9 +8,12 @@ from typing import Any
 
 
 def source_of(package: str, file: str) -> str:
-    """The text of package/file."""
-    root = Path(importlib.util.find_spec(package).submodule_search_locations[0])
-    return (root / file).read_text()
+    """The text of package/file.
+
+    A package without an __init__.py may have several places, a folder of tests of the same name among them.
+    """
+    places = importlib.util.find_spec(package).submodule_search_locations
+    return next(path for place in places if (path := Path(place) / file).is_file()).read_text()
 
 
 def functions_of(package: str, file: str, names: list[str], **globals_: Any) -> SimpleNamespace:
