@@ -208,6 +208,20 @@ def test_nothing_is_imported(tmp_path, monkeypatch):
         find("loud_package.inner.rewards.other")
 
 
+def test_folders_without_an_init_file_are_packages_too(tmp_path, monkeypatch):
+    """Two of them, one inside the other, ended a launch with KeyError: Python wants the outer one imported."""
+    folder = tmp_path / "quiet_outer" / "inner" / "innermost"
+    folder.mkdir(parents=True)
+    (folder / "rewards.py").write_text("async def score(args, sample): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    assert find("quiet_outer.inner.innermost.rewards.score").definition.name == "score"
+    with pytest.raises(NotFound, match="No module named 'quiet_outer.inner.other'"):
+        find("quiet_outer.inner.other.rewards.score")
+    with pytest.raises(NotFound, match="has no 'nothing'"):
+        find("quiet_outer.inner.innermost.rewards.nothing")
+
+
 @pytest.mark.parametrize("name", ["decorated", "assigned"])
 def test_what_only_running_would_show_is_said(case, caplog, name):
     case.args("--custom-loss-function-path", f"{case.directory}/agent.py:{name}", "--loss-type", "custom_loss")

@@ -4,6 +4,7 @@ import ast
 import importlib.machinery
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +59,16 @@ def module_spec(module: str) -> importlib.machinery.ModuleSpec | None:
     return spec
 
 
-def _spec(name: str, locations: object) -> importlib.machinery.ModuleSpec | None:
+def _spec(name: str, locations: Iterable[str] | None) -> importlib.machinery.ModuleSpec | None:
+    places = None if locations is None else list(locations)
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
-        spec = find_spec(name, locations) if find_spec else None
+        try:
+            spec = find_spec(name, places) if find_spec else None
+        except KeyError:  # a folder without __init__.py inside another package: Python wants the outer one imported
+            spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            folders = [os.path.join(place, name.rpartition(".")[2]) for place in places or ()]
+            spec.submodule_search_locations = [folder for folder in folders if os.path.isdir(folder)]
         if spec is not None:
             return spec
     return None
