@@ -112,6 +112,8 @@ def test_stop_ends_engines_and_router_and_may_be_repeated(make_pool):
     actor = pool._actors[0]
     pool.stop()
     assert pool.router.stopped
+    deadline = time.monotonic() + 30
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(actor.calls.remote(), timeout=30)
+        while time.monotonic() < deadline:  # ray.kill returns before the actor has died
+            ray.get(actor.calls.remote(), timeout=30)
     pool.stop()
