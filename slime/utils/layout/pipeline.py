@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from slime.utils.layout.chunks import Chunk, PipelineLayout
+from slime.utils.layout.divisors import largest_divisor
 from slime.utils.layout.errors import LayoutError
 from slime.utils.layout.index_sharing import index_sharing
 from slime.utils.layout.splits import balanced_counts, equal_middle_splits
@@ -94,7 +95,7 @@ def _stages_of_counts(a: Namespace) -> list[str]:
         each = a.num_layers_per_virtual_pipeline_stage
         if each < 1 or counts[0] % each:
             says = f"{each} does not divide the {counts[0]} layers of a pipeline stage"
-            raise LayoutError((VIRTUAL_LAYERS,), says, f"{VIRTUAL_LAYERS} {_largest_divisor(counts[0], each)}")
+            raise LayoutError((VIRTUAL_LAYERS,), says, f"{VIRTUAL_LAYERS} {largest_divisor(counts[0], each)}")
         vp = counts[0] // each
     elif _given(a, VIRTUAL_STAGES):
         vp = a.num_virtual_stages_per_pipeline_rank
@@ -217,7 +218,3 @@ def _starts(a: Namespace) -> tuple[bool, ...] | None:
 def _given(a: Namespace, flag: str) -> bool:
     value = getattr(a, flag.removeprefix("--").replace("-", "_"))
     return value is not None and value is not False
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return next((d for d in range(min(number, at_most), 0, -1) if number % d == 0), 1)

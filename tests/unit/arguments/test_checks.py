@@ -14,8 +14,9 @@ import test_checks_model
 import test_checks_training
 
 from slime.utils.arguments.checks import engines, experts, parallel, resources
-from slime.utils.arguments.checks.common import divisors, largest_divisor, round_up
+from slime.utils.arguments.checks.common import round_up
 from slime.utils.arguments.validate import CHECKS, validate
+from slime.utils.layout.divisors import divisors, largest_divisor
 from tests.helpers.rules import MANY_GPUS, given
 
 TABLES = (

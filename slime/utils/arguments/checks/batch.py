@@ -3,8 +3,9 @@
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
-from slime.utils.arguments.checks.common import is_interleaved, largest_divisor, round_up
+from slime.utils.arguments.checks.common import is_interleaved, round_up
 from slime.utils.arguments.flag import Problem
+from slime.utils.layout.divisors import largest_divisor
 
 AT_LEAST_ONE = (
     "rollout_batch_size",

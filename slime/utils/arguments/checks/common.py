@@ -34,19 +34,6 @@ def of_engines(check: Check) -> Check:
     return scoped
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending; none of another."""
-    if number < 1:
-        return []
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
-
-
-def largest_divisor(number: int, at_most: int) -> int:
-    """The largest divisor of a positive number that is at most `at_most`; 1 if that is below 1."""
-    return max((d for d in divisors(number) if d <= at_most), default=1)
-
-
 def round_up(number: int, unit: int) -> int:
     """The smallest multiple of `unit` that is at least `number` and not 0."""
     return max(1, -(-number // unit)) * unit

@@ -3,9 +3,10 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 
-from slime.utils.arguments.checks.common import divisors, largest_divisor, listed, of_engines, round_up
+from slime.utils.arguments.checks.common import listed, of_engines, round_up
 from slime.utils.arguments.checks.engine_shape import SPANNING_BACKENDS, EngineModel, EngineShape
 from slime.utils.arguments.flag import Problem
+from slime.utils.layout.divisors import divisors, largest_divisor
 
 GPUS = "--rollout-num-gpus-per-engine"
 

@@ -5,8 +5,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime.utils.arguments.checks.common import first_of, largest_divisor, model_config, of_trainer
+from slime.utils.arguments.checks.common import first_of, model_config, of_trainer
 from slime.utils.arguments.flag import Problem
+from slime.utils.layout.divisors import largest_divisor
 
 EXPERT_FLAGS = (
     "moe_ffn_hidden_size",

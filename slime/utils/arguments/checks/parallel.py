@@ -3,17 +3,10 @@
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
-from slime.utils.arguments.checks.common import (
-    divisors,
-    head_dim,
-    kv_groups,
-    largest_divisor,
-    model_config,
-    of_trainer,
-    round_up,
-)
+from slime.utils.arguments.checks.common import head_dim, kv_groups, model_config, of_trainer, round_up
 from slime.utils.arguments.flag import Problem
 from slime.utils.arguments.hf_config import uses_sparse_attention
+from slime.utils.layout.divisors import divisors, largest_divisor
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"

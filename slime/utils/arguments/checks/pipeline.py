@@ -6,18 +6,10 @@ The arithmetic is slime.utils.layout's; here it becomes problems.
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
-from slime.utils.arguments.checks.common import (
-    Check,
-    divisors,
-    first_of,
-    is_interleaved,
-    largest_divisor,
-    model_config,
-    of_engines,
-    of_trainer,
-)
+from slime.utils.arguments.checks.common import Check, first_of, is_interleaved, model_config, of_engines, of_trainer
 from slime.utils.arguments.flag import Problem
 from slime.utils.arguments.hf_config import uses_sparse_attention
+from slime.utils.layout.divisors import divisors, largest_divisor
 from slime.utils.layout.engine_stages import PARTITION_VARIABLE, engine_stages
 from slime.utils.layout.errors import LayoutError
 from slime.utils.layout.index_sharing import (

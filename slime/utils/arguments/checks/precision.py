@@ -4,15 +4,9 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
-from slime.utils.arguments.checks.common import (
-    divisors,
-    head_dim,
-    kv_groups,
-    listed,
-    of_trainer,
-    round_up,
-)
+from slime.utils.arguments.checks.common import head_dim, kv_groups, listed, of_trainer, round_up
 from slime.utils.arguments.flag import Problem
+from slime.utils.layout.divisors import divisors
 
 # Recipe -> both sides of a weight must be multiples of this: the size of a scaling block, or what FP8 products take.
 BLOCKS = {"blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16, "custom": 16}

@@ -3,9 +3,9 @@
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 
-from slime.utils.arguments.checks.common import divisors
 from slime.utils.arguments.flag import Problem
 from slime.utils.arguments.upstream import OWNED_SGLANG_FIELDS
+from slime.utils.layout.divisors import divisors
 from slime.utils.layout.errors import LayoutError
 from slime.utils.sglang_config import TopologyError, topology
 
