@@ -15,13 +15,13 @@ from slime.rollout.rm_hub.math_dapo_utils import compute_score, normalize_final_
 from slime.rollout.rm_hub.math_utils import extract_boxed_answer, grade_answer, grade_answer_verl, label_text
 from slime.rollout.rm_hub.remote import remote_rm
 from slime.utils.misc import group_by, load_function
+from slime.utils.reward_types import BOXED, NOT_YET
 from slime.utils.types import Sample, check_reward_number
 
 __all__ = ["async_rm", "batched_async_rm", "get_deepscaler_rule_based_reward", "remote_rm", "unscored_counts"]
 
 logger = logging.getLogger(__name__)
 
-_BOXED = "boxed_"
 _unscored: Counter[str] = Counter()
 _unscored_lock = threading.Lock()
 
@@ -75,15 +75,15 @@ def unscored_counts() -> dict[str, int]:
 
 async def _built_in(args: Any, sample: Sample) -> Any:
     rm_type = ((sample.metadata or {}).get("rm_type") or getattr(args, "rm_type", None) or "").strip()
-    boxed = rm_type.startswith(_BOXED)
-    kind = rm_type.removeprefix(_BOXED)
-    if kind == "ifbench":
+    boxed = rm_type.startswith(BOXED)
+    kind = rm_type.removeprefix(BOXED)
+    if kind in NOT_YET:
         raise NotImplementedError(f"{_name(sample)}: rm type {rm_type!r} is not supported yet")
     if kind != "remote_rm" and kind not in _GRADERS:
         known = ", ".join(["remote_rm", *_GRADERS])
         raise NotImplementedError(
             f"{_name(sample)}: rm type {rm_type!r} is unknown; give --rm-type or metadata['rm_type'] one of {known} "
-            f"(with {_BOXED} in front if wanted), or --custom-rm-path"
+            f"(with {BOXED} in front if wanted), or --custom-rm-path"
         )
     response = sample.response
     if boxed:

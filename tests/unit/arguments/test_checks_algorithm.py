@@ -182,7 +182,7 @@ def test_a_reward_of_the_users_needs_no_label(case):
 def test_the_names_are_those_of_the_graders():
     """A name that the checks know and nobody grades would fail at the first reward, and the other way round."""
     assert set(reward_types.BUILT_IN) == {"remote_rm", *rm_hub._GRADERS}
-    assert reward_types.BOXED == rm_hub._BOXED
+    assert reward_types.BOXED is rm_hub.BOXED
     assert set(reward_types.NEED_LABEL) < set(reward_types.BUILT_IN)
 
 
