@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRPO on Kimi-K2-Thinking (1T, 32B active) with 32 nodes of 8 H200 141 GB, optimizer states in host memory. Engines
-# of 8 GPUs run the INT4 checkpoint, 71 GiB a GPU; the trainer rounds the experts the same way (quantisation-aware
-# training).
+# of 8 GPUs are to run the INT4 checkpoint, 71 GiB a GPU by the plan. This version can only plan it: it neither pushes
+# weights to INT4 engines nor trains with rounded experts, which the two OPEN_TRAINING_INT4 variables ask for.
 #
 #   MASTER_ADDR=10.0.0.1 HOSTFILE=hosts.txt bash scripts/low_precision/run-kimi-k2-Thinking-int4.sh
-#   DRY_RUN=1 bash scripts/low_precision/run-kimi-k2-Thinking-int4.sh --plan-gpu-memory-gb 141     # will it start?
+#   DRY_RUN=1 bash scripts/low_precision/run-kimi-k2-Thinking-int4.sh     # will it start?
 #
 # Below BASE_DIR (/root when not set), the same on all nodes: Kimi-K2-Thinking (Hugging Face, INT4), dapo-math-17k,
 # aime-2024 and Kimi-K2_thinking_torch_dist (Megatron).
