@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on GLM-5.2 (744B, 40B active; sparse attention with shared indices) with 32 nodes of 8 H100 80 GB.
-# Engines run the FP8 checkpoint, prefill and decode apart: scripts/configs/glm5.2-744B-A40B-engines.yaml.
+# Four engines of 64 GPUs run the FP8 checkpoint. SGLANG_CONFIG_FILE=scripts/configs/glm5.2-744B-A40B-engines.yaml
+# makes one of them prefill and three decode.
 #
 #   BASE_DIR=/shared MASTER_ADDR=10.0.0.1 HOSTFILE=hosts.txt bash scripts/run-glm5.2-744B-A40B.sh
 #   DRY_RUN=1 bash scripts/run-glm5.2-744B-A40B.sh     # will it start? Answered anywhere, without a GPU
@@ -15,7 +16,7 @@ source "${SCRIPT_DIR}/models/glm5.2-744B-A40B.sh"
 slime_dry_run_default BASE_DIR=/BASE_DIR MASTER_ADDR=MASTER_ADDR
 BASE_DIR=${BASE_DIR:?set it to a directory that all nodes share; models, data and checkpoints are below it}
 MASTER_ADDR=${MASTER_ADDR:?set it to the address of this node that the other nodes can reach}
-SGLANG_CONFIG_FILE=${SGLANG_CONFIG_FILE:-"${SCRIPT_DIR}/configs/glm5.2-744B-A40B-engines.yaml"}
+SGLANG_CONFIG_FILE=${SGLANG_CONFIG_FILE:-}   # engines of several kinds; all alike when empty
 SOCKET_IFNAME=${SOCKET_IFNAME:-}   # network interface between the nodes; found by NCCL and gloo when empty
 IB_DEVICES=${IB_DEVICES:-mlx5_100,mlx5_101,mlx5_102,mlx5_103,mlx5_104,mlx5_105,mlx5_106,mlx5_107}   # see ibv_devices
 
@@ -69,6 +70,9 @@ PERF_ARGS=(
    --log-probs-chunk-size 16384
 )
 
+# To train the MTP layer along: --mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2
+MTP_ARGS=()
+
 # To stay near the reference model: --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl
 GRPO_ARGS=(
    --advantage-estimator grpo
@@ -100,7 +104,6 @@ WANDB_ARGS=(
 
 SGLANG_ARGS=(
    --rollout-num-gpus-per-engine 64
-   --sglang-config "${SGLANG_CONFIG_FILE}"
    --sglang-mem-fraction-static 0.70
    --sglang-enable-dp-attention
    --sglang-ep-size 64
@@ -118,8 +121,6 @@ SGLANG_ARGS=(
    --sglang-disable-overlap-schedule
    --sglang-max-running-requests 512
    --sglang-watchdog-timeout 3600
-   --sglang-disaggregation-transfer-backend mooncake
-   --sglang-disaggregation-ib-device "${IB_DEVICES}"
    # the model's MTP layer drafts
    --sglang-speculative-algorithm EAGLE
    --sglang-speculative-num-steps 4
@@ -127,6 +128,15 @@ SGLANG_ARGS=(
    --sglang-speculative-num-draft-tokens 5
    --sglang-speculative-draft-attention-backend dsa
 )
+
+DISAGGREGATION_ARGS=()
+if [[ -n ${SGLANG_CONFIG_FILE} ]]; then
+   DISAGGREGATION_ARGS=(
+      --sglang-config "${SGLANG_CONFIG_FILE}"
+      --sglang-disaggregation-transfer-backend mooncake
+      --sglang-disaggregation-ib-device "${IB_DEVICES}"
+   )
+fi
 
 MISC_ARGS=(
    --attention-dropout 0.0
@@ -165,9 +175,11 @@ slime_launch train.py \
    "${CKPT_ARGS[@]}" \
    "${ROLLOUT_ARGS[@]}" \
    "${PERF_ARGS[@]}" \
+   "${MTP_ARGS[@]}" \
    "${GRPO_ARGS[@]}" \
    "${OPTIMIZER_ARGS[@]}" \
    "${WANDB_ARGS[@]}" \
    "${SGLANG_ARGS[@]}" \
+   "${DISAGGREGATION_ARGS[@]}" \
    "${MISC_ARGS[@]}" \
    "$@"

@@ -87,7 +87,7 @@ python train.py --help temperature    # every flag with that word
 
 A file for `--custom-config-path` holds `name: value` lines; names are those of the flags, with underscores, and take
 their types; other names become attributes of `args` for plug-ins. A file for `--megatron-config-path` holds what is
-for one training role alone:
+for one training role alone; what a critic takes over from the command line otherwise is in [PPO](../advanced/ppo.md):
 
 ```yaml
 megatron:
@@ -96,6 +96,10 @@ megatron:
     overrides:
       lr: 2e-6
       clip_grad: 0.5
+  - name: value
+    role: critic
+    overrides:
+      lr: 1e-5
 ```
 """,
     "zh": """<!-- 由 {command} 生成；请修改 slime/utils/arguments/groups 中的表。 -->
@@ -127,7 +131,8 @@ python train.py --help temperature    # every flag with that word
 - 环境变量 RAY_ADDRESS 和 WANDB_MODE 可代替对应的参数；SGLang 自己的 SGLANG_PP_LAYER_PARTITION 会在校验时读取。
 
 `--custom-config-path` 的文件由 `name: value` 行组成；名字就是参数名（用下划线），并采用该参数的类型；其他名字成为
-`args` 的属性，供插件使用。`--megatron-config-path` 的文件写只对某一个训练角色有效的设置：
+`args` 的属性，供插件使用。`--megatron-config-path` 的文件写只对某一个训练角色有效的设置；
+critic 默认沿用命令行上的哪些设置，见 [PPO](../advanced/ppo.md)：
 
 ```yaml
 megatron:
@@ -136,6 +141,10 @@ megatron:
     overrides:
       lr: 2e-6
       clip_grad: 0.5
+  - name: value
+    role: critic
+    overrides:
+      lr: 1e-5
 ```
 """,
 }

@@ -2,6 +2,7 @@
 
 python tools/plan.py --script scripts/run-glm5.2-744B-A40B.sh [--set BASE_DIR=/shared] [-- further train.py flags]
 python tools/plan.py -- --hf-checkpoint Qwen3-4B --colocate ...
+python tools/plan.py --check -- --hf-checkpoint Qwen3-4B --colocate ...    # silent if the run would not be refused
 """
 
 import argparse
@@ -14,7 +15,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from slime.plan.as_json import dumps, plain  # noqa: E402
-from slime.plan.command import plan_of, write_plan  # noqa: E402
+from slime.plan.command import plan_of, refuse, write_plan  # noqa: E402
 from slime.plan.launch_script import LaunchScriptError, read_launch_script  # noqa: E402
 from slime.plan.render import print_search  # noqa: E402
 from slime.plan.suggest import suggest  # noqa: E402
@@ -31,6 +32,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--script", type=Path, help="launch script to take the training flags from")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="variable of the script")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--check", action="store_true", help="only say what the run would be refused for, if anything")
+    parser.add_argument("--elsewhere", action="store_true", help="with --check: the run is for other machines")
     parser.add_argument("--rank", type=int, default=0, help="training rank whose process groups are shown")
     parser.add_argument("--gpu-memory-gb", type=float, help="memory a GPU is sold with; 80 if not given")
     parser.add_argument("--network-gb-per-s", type=float, help="network of one GPU in GB/s; 50 if not given")
@@ -49,6 +52,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"{flag} {count}: must be within 1 and {RANKS}")
     if options.gpus is not None and not options.suggest:
         parser.error("--gpus is for --suggest; a plan has the GPUs of its flags")
+    if options.elsewhere and not options.check:
+        parser.error("--elsewhere is for --check; a plan is always for other machines")
     return options
 
 
@@ -82,6 +87,9 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     try:
         tokens = training_flags(options)
+        if options.check:
+            refuse(tokens, environ=os.environ, elsewhere=options.elsewhere)
+            return 0
         plan, json_path = plan_of(tokens, environ=os.environ)
         if plan.grid is not None and not 0 <= options.rank < plan.grid.world_size:
             raise ValueError(f"--rank {options.rank}: the training ranks are 0 to {plan.grid.world_size - 1}")
@@ -94,7 +102,8 @@ def main(argv: list[str]) -> int:
             tokens, gpus=gpus, gpus_per_node=options.gpus_per_node, gpu_memory_gb=memory, environ=os.environ
         )
     except (ArgumentsError, LaunchScriptError, ValueError) as error:
-        sys.stderr.write(f"tools/plan.py: {error}\n")
+        # what a check says, the run would say
+        sys.stderr.write(f"{'train.py' if options.check else 'tools/plan.py'}: {error}\n")
         return USAGE_ERROR
     if options.json:
         sys.stdout.write(dumps(plain(search)))

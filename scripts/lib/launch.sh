@@ -101,8 +101,25 @@ slime_runtime_env_json() {
    printf '}}'
 }
 
+# slime_check PYTHON ENTRY FLAGS...: fails, saying why, if the run would be refused: before Ray starts on all nodes. The
+# cluster of RAY_ADDRESS may be other machines, so that files and devices of this one prove nothing.
+slime_check() {
+   local python=$1 entry=$2 text
+   local -a elsewhere=()
+   slime_runtime_env_json "${RUNTIME_ENV[@]}" >/dev/null || return 1
+   [[ $entry == train.py ]] || return 0   # another entry point may have flags of its own
+   if [[ -n ${RAY_ADDRESS:-} ]]; then elsewhere=(--elsewhere); fi
+   if ! text=$(env PYTHONPATH="${SLIME_ROOT}${PYTHONPATH:+:$PYTHONPATH}" "${RUNTIME_ENV[@]}" \
+      "$python" "${SLIME_ROOT}/tools/plan.py" --check "${elsewhere[@]}" -- "${@:3}" 2>&1); then
+      printf '%s\n' "$text" >&2
+      slime_say "nothing was started; DRY_RUN=1 shows the whole plan"
+      return 1
+   fi
+}
+
 # slime_launch ENTRY FLAGS...: the run, or its plan when DRY_RUN=1. Ends the shell with an exit code: of a plan 0 or 2;
-# of a run 0, 1 when it failed, 130 after Ctrl-C, 143 after SIGTERM. What it started has ended by then.
+# of a run 0, 1 when it failed, 2 when its flags are refused, 130 after Ctrl-C, 143 after SIGTERM. What it started has
+# ended by then.
 slime_launch() {
    local python ray
    python=$(slime_python) || exit 1
@@ -110,5 +127,6 @@ slime_launch() {
       exec "$python" "${SLIME_ROOT}/$1" "${@:2}" --dry-run
    fi
    ray=$(slime_ray "$python") || exit 1
+   slime_check "$python" "$@" || exit 2
    slime_run_on_cluster "$python" "$ray" "$@"
 }

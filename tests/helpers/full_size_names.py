@@ -1,21 +1,47 @@
 """Full-size models on the meta device, as every rank of a cluster would build them, and the tensors they export."""
 
 import json
-import re
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "hf_configs"
-_EXPERT = re.compile(r"(.+\.mlp\.experts\.linear_fc[12]\.weight)(\d+)")
 
 
-def exported_by_all_ranks(config_name: str, layout: list[str], sizes: dict[str, int]) -> Counter:
-    """Counter of (Hugging Face name, shape) over the pipeline stages and expert-parallel ranks of a layout.
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the process groups of a layout without data parallelism."""
 
-    Every tensor-parallel rank must hold the same share: shapes are of the whole tensors. A stage is built once; that
-    its experts are numbered by the expert-parallel rank is asked of the naming function for each rank.
-    sizes: world, pp, ep, tp, etp.
+    world: int
+    pp: int
+    ep: int
+    tp: int
+    etp: int = 1
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank builds. shapes: Megatron's name -> shape, parameters and buffers. groups: tp, ep and pp rank.
+
+    elements, buffers and size (bytes) are counted; planned are the first two and the bytes of both, by the plan.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    groups: tuple[int, int, int]
+    elements: int
+    buffers: int
+    size: int
+    planned: tuple[int, int, int]
+
+
+def built_by_ranks(config_name: str, layout: list[str], sizes: Sizes) -> tuple[Counter, dict[int, Rank]]:
+    """Counter of (Hugging Face name, shape) that all ranks export together, and what several ranks of each stage hold.
+
+    Of each pipeline stage the first, one in the middle and the last rank are built, which differ in their tensor- and
+    expert-parallel rank. The names are those of the first: shapes are of the whole tensors, and that experts are
+    numbered by the expert-parallel rank is asked of the naming function for each rank.
     """
     import torch
 
@@ -27,15 +53,42 @@ def exported_by_all_ranks(config_name: str, layout: list[str], sizes: dict[str, 
     torch_te.install()
     torch.cuda.current_device = lambda: torch.device("meta")
     found: Counter = Counter()
-    for pp_rank in range(sizes["pp"]):
-        args, model = _build(config_name, layout, sizes["world"], pp_rank * sizes["world"] // sizes["pp"])
-        for name, shape in _stage(args, model, sizes):
-            found[name, shape] += 1
-        _stop()
-    return found
+    ranks: dict[int, Rank] = {}
+    stage = sizes.world // sizes.pp
+    for pp_rank in range(sizes.pp):
+        for offset in (0, stage // 2 + 1, stage - 1):
+            rank = pp_rank * stage + offset
+            args, model = _build(config_name, layout, sizes.world, rank)
+            ranks[rank] = _rank(args, model, pp_rank)
+            if offset == 0:
+                found.update(_stage(args, model, sizes))
+            _stop()
+    return found, ranks
 
 
-def _stage(args: Any, model: Any, sizes: dict[str, int]):
+def _rank(args: Any, model: Any, pp_rank: int) -> Rank:
+    from megatron.core import mpu
+
+    from slime.plan.parameters import Sizes as PlannedSizes
+    from slime.plan.parameters import parameters_of_rank
+    from slime.utils.layout.pipeline import pipeline_layout
+    from slime.utils.model_shape import ModelShape
+
+    groups = (mpu.get_tensor_model_parallel_rank(), mpu.get_expert_model_parallel_rank())
+    tensors = dict(model.named_parameters())
+    buffers = {name: buffer for name, buffer in model.named_buffers() if "expert" in name}  # others are scratch
+    plan = parameters_of_rank(ModelShape.from_args(args), pipeline_layout(args), PlannedSizes.from_args(args), pp_rank)
+    return Rank(
+        {name: tuple(tensor.shape) for name, tensor in (tensors | buffers).items()},
+        (*groups, mpu.get_pipeline_model_parallel_rank()),
+        sum(tensor.numel() for tensor in tensors.values()),
+        sum(buffer.numel() for buffer in buffers.values()),
+        sum(tensor.numel() * tensor.element_size() for tensor in (tensors | buffers).values()),
+        (plan.total(), plan.buffers, 2 * plan.total() + 4 * plan.buffers),
+    )
+
+
+def _stage(args: Any, model: Any, sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
     import torch
     from megatron.core import mpu
 
@@ -43,14 +96,14 @@ def _stage(args: Any, model: Any, sizes: dict[str, int]):
     from slime.backends.megatron_utils.megatron_to_hf.sharding import is_expert, partition_dim
     from slime.backends.megatron_utils.update_weight.common import named_params
 
-    for ep_rank in range(sizes["ep"]):
+    for ep_rank in range(sizes.ep):
         mpu.set_expert_model_parallel_rank(ep_rank)
         for name, param in named_params(args, [model]):
             if ep_rank and not is_expert(name):
                 continue  # the same on every expert-parallel rank
             shape, dim = list(param.shape), partition_dim(name, param)
             if dim is not None:
-                shape[dim] *= sizes["etp" if is_expert(name) else "tp"]
+                shape[dim] *= sizes.etp if is_expert(name) else sizes.tp
             whole = torch.empty(shape, dtype=param.dtype, device="meta")
             yield from ((key, tuple(t.shape)) for key, t in convert_to_hf(args, args.model_name, name, whole))
     mpu.set_expert_model_parallel_rank(None)

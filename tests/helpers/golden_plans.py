@@ -1,7 +1,7 @@
 """The plans that tests/data/plans keeps: how each is made, and the command that writes them again.
 
 Run: python -m tests.helpers.golden_plans   (then look at `git diff tests/data/plans docs` before committing)
-It also writes the printed examples of docs/*/advanced/plan.md again.
+It also writes the printed examples of docs/*/advanced/plan.md again, and the lines that docs/*/examples quote.
 """
 
 import functools
@@ -24,6 +24,7 @@ CONFIGS = ROOT / "tests" / "data" / "hf_configs"
 # Texts that change with the wording of checks; other tests are about them.
 TITLES_LEFT_OUT = ("breaks a rule", "not supported yet", "not on this machine, not checked", "worth a look")
 PAGES = [ROOT / "docs" / language / "advanced" / "plan.md" for language in ("en", "zh")]
+EXAMPLES = sorted((ROOT / "docs").glob("*/examples/*.md"))
 LEFT_OUT = ("problems", "notices", "differences", "reasons", "exit_code")
 
 
@@ -44,8 +45,9 @@ GLM_52_ON_64 = (
     *("--rollout-num-gpus-per-engine", "32", "--sglang-dp-size", "32", "--sglang-ep-size", "32"),
     *("--sglang-config", str(DIRECTORY / "engines-64.yaml"), "--plan-gpu-memory-gb", "141"),
 )
+APART = ("--sglang-config", str(ROOT / "scripts/configs/glm5.2-744B-A40B-engines.yaml"))
 GOLDENS = {
-    "glm5.2-256": Golden("run-glm5.2-744B-A40B.sh", None),
+    "glm5.2-256": Golden("run-glm5.2-744B-A40B.sh", None, APART),
     "glm5.2-64": Golden("run-glm5.2-744B-A40B.sh", None, GLM_52_ON_64),
     "glm4.7-64": Golden("run-glm4.7-355B-A32B.sh", "glm4.5-355B-A32B"),
     "deepseek-r1-128": Golden("run-deepseek-r1.sh", "deepseek-v3"),
@@ -105,6 +107,19 @@ def example(block: str) -> str:
     return command + "\n" + "\n\n".join(kept) + "\n"
 
 
+def requoted(text: str) -> str:
+    """A page with the lines that it quotes of a launcher's plan (text blocks with `$ DRY_RUN=1` on top) made anew."""
+    return re.sub(r"(?<=```text\n)(\$ DRY_RUN=1 bash \S+\n)(.*?)(?=```)", _requoted, text, flags=re.DOTALL)
+
+
+def _requoted(block: re.Match[str]) -> str:
+    """A line is known by what stands before its first number; `...` stays."""
+    stream = io.StringIO()
+    print_plan(plan_of(tokens_of(block[1].split()[-1]), environ={})[0], stream)
+    lines = {re.split(r"\d", line)[0]: line.rstrip() for line in reversed(stream.getvalue().splitlines())}
+    return block[1] + "".join(lines.get(re.split(r"\d", line)[0], line) + "\n" for line in block[2].splitlines())
+
+
 def main() -> None:
     """Write all of them."""
     for name in GOLDENS:
@@ -112,6 +127,8 @@ def main() -> None:
         sys.stdout.write(f"{name}\n")
     for page in PAGES:
         page.write_text(documented(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in EXAMPLES:
+        page.write_text(requoted(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

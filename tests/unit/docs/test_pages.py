@@ -15,7 +15,9 @@ PAGES = sorted(path.relative_to(DOCS / "en").as_posix() for path in (DOCS / "en"
 TEXTS = sorted([*DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md"), ROOT / "CONTRIBUTING.md"])
 ROOMS = ("slime", "slime_plugins", "scripts", "tools", "tests", "docs", "examples")
 REFERENCE = "arguments.md"  # lists every flag, and marks those that are not supported yet
-OTHER_PROGRAMS = {"--help", "--head"}  # of train.py before parsing, and of ray start
+# Of train.py before parsing, and of ray start, hf, docker, torchrun and pip.
+OTHER_PROGRAMS = set("--help --head --local-dir --repo-type --gpus --ipc --network --ulimit --no-deps".split())
+OTHER_PROGRAMS |= set("--nproc-per-node --nnodes --node-rank --master-addr --master-port".split())
 
 
 def name_of(path: Path) -> str:
@@ -92,7 +94,7 @@ def grammar() -> Grammar:
 
 @cache
 def flags_of_tools() -> set[str]:
-    sources = [path.read_text() for path in (ROOT / "tools").glob("*.py")]
+    sources = [path.read_text() for folder in ("tools", "tests/benchmarks") for path in (ROOT / folder).glob("*.py")]
     own = set(re.findall(r'"(--[a-z0-9-]+)"', "\n".join(sources)))
     pages = "\n".join(block for path in TEXTS for block in code_blocks(text_of(path)))
     return own | set(re.findall(r'add_argument\("(--[a-z0-9-]+)"', pages))  # examples may define flags of their own

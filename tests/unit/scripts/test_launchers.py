@@ -81,11 +81,7 @@ LAUNCHERS: dict[str, tuple[str, list[str], dict[str, str]]] = {
             --sglang-kv-cache-dtype fp8_e4m3 --sglang-dsa-decode-backend flashmla_kv
             --sglang-dsa-prefill-backend flashmla_sparse --sglang-attention-backend dsa
             --sglang-cuda-graph-max-bs-decode 8 --sglang-disable-overlap-schedule --sglang-max-running-requests 512
-            --sglang-watchdog-timeout 3600 --sglang-disaggregation-transfer-backend mooncake
-            --sglang-disaggregation-ib-device
-            mlx5_100,mlx5_101,mlx5_102,mlx5_103,mlx5_104,mlx5_105,mlx5_106,mlx5_107
-            --sglang-config SCRIPTS/configs/glm5.2-744B-A40B-engines.yaml
-            --sglang-speculative-draft-attention-backend dsa""",
+            --sglang-watchdog-timeout 3600 --sglang-speculative-draft-attention-backend dsa""",
             EAGLE.format(4, 5),
             f"{MISC} --moe-token-dispatcher-type alltoall",
         ],
@@ -320,6 +316,43 @@ def test_a_dry_run_prints_the_plan(cluster):
     assert not cluster.calls("ray")
 
 
+def test_wrong_flags_are_refused_before_ray_starts(cluster):
+    """A typing error once cost the start of Ray on 32 nodes. The real tool says it in the words of the run; files of
+    this machine prove nothing where RAY_ADDRESS names a cluster."""
+    (cluster.bin / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # beside it, a stand-in for ray
+    real = {"XDG_CACHE_HOME": str(cache_dir().parent), **SETTINGS}
+    script, wrong = "scripts/run-qwen3-4B.sh", ("--tensor-model-parallel-size", "3", "--clip-gard", "1")
+    result = cluster.run(script, *wrong, **real)
+    assert result.returncode == 2 and "nothing was started" in result.stderr
+    said = ("train.py: ", "--clip-gard: unknown", "--tensor-model-parallel-size", "/base/Qwen3-4B is not a directory")
+    assert [words for words in said if words not in result.stderr] == []
+    assert not cluster.calls("ray") and not cluster.run_dir.exists()
+    result = cluster.run(script, *wrong, **real, RAY_ADDRESS="10.0.0.7:6379")
+    assert result.returncode == 2 and "--clip-gard" in result.stderr and "is not a directory" not in result.stderr
+    assert not cluster.calls("ray")
+    cluster.set("job-ends", "succeeded")
+    result = cluster.run(script, **real, RAY_ADDRESS="10.0.0.7:6379")
+    assert result.returncode == 0 and cluster.calls("ray", "job", "submit"), result.stderr
+
+
+def test_the_check_gets_the_flags_and_the_environment_of_the_run(cluster):
+    """It answers for the job, so it sees what the job will see; an entry point of one's own is left to itself."""
+    cluster.set("job-ends", "succeeded")
+    script = cluster.directory / "mine.sh"
+    lines = f'set -euo pipefail\nsource {ROOT}/scripts/lib/launch.sh\nRUNTIME_ENV=({{}})\nslime_launch "$@"\n'
+    script.write_text(lines.format("RAY_AUTH_MODE=of-the-run"))
+    assert cluster.run(script, "train.py", "--a", "two words", "").returncode == 0
+    (check,) = cluster.calls("python3")
+    assert check["argv"] == [str(ROOT / "tools/plan.py"), "--check", "--", "--a", "two words", ""]
+    assert check["env"]["RAY_AUTH_MODE"] == "of-the-run"
+    assert cluster.run(script, "mine.py", "--a").returncode == 0 and len(cluster.calls("python3")) == 1
+    script.write_text(lines.format("2BAD=1"))
+    starts = len(cluster.calls("ray", "start"))
+    result = cluster.run(script, "train.py")
+    assert result.returncode == 2 and "'2BAD=1' is not NAME=value" in result.stderr
+    assert len(cluster.calls("ray", "start")) == starts
+
+
 @pytest.mark.parametrize("script", FOUND)
 def test_a_required_variable_is_named(cluster, script):
     """A run without BASE_DIR or MASTER_ADDR must not start; a dry run plans with the name in its place."""
@@ -359,9 +392,19 @@ def test_sizes_can_be_set(cluster):
     assert tokens["--actor-num-gpus-per-node"] == ["4"]
 
 
-def test_the_engines_of_glm52():
-    """One prefill and three decode engines on the 256 GPUs; their settings are fields of the installed SGLang."""
-    text = (ROOT / "scripts/configs/glm5.2-744B-A40B-engines.yaml").read_text()
+def test_the_engines_of_glm52(cluster):
+    """A file of engines brings the transfer between its groups along.
+
+    One prefill and three decode engines on the 256 GPUs; their settings are fields of the installed SGLang."""
+    file = "scripts/configs/glm5.2-744B-A40B-engines.yaml"
+    alike = flags_of(tokens_of(cluster, "run-glm5.2-744B-A40B.sh", **SETTINGS))
+    apart = flags_of(tokens_of(cluster, "run-glm5.2-744B-A40B.sh", **SETTINGS, SGLANG_CONFIG_FILE=file))
+    assert {flag: words for flag, words in apart.items() if flag not in alike} == {
+        "--sglang-config": [file],
+        "--sglang-disaggregation-transfer-backend": ["mooncake"],
+        "--sglang-disaggregation-ib-device": [",".join(f"mlx5_{number}" for number in range(100, 108))],
+    }
+    text = (ROOT / file).read_text()
     (model,) = yaml.safe_load(text)["sglang"]
     prefill, decode = model["server_groups"]
     shared = {
