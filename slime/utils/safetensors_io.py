@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedIOBase, RawIOBase
 from math import prod
 from pathlib import Path
 
@@ -38,6 +39,7 @@ DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".gguf")
 _MAX_HEADER = 100 * 1024**2  # the format's own limit
+_PIECE = 256 * 1024
 _TEMPORARY = ".tmp"
 
 
@@ -283,9 +285,18 @@ def _expect(path: Path, name: str, tensor: torch.Tensor, infos: Mapping[str, Ten
 
 def _write_at(file, offset: int, data: memoryview) -> None:
     file.seek(offset)
+    write_in_pieces(file, data)
+
+
+def write_in_pieces(file: RawIOBase | BufferedIOBase, data: memoryview) -> None:
+    """All of `data` (bytes), in calls of at most 256 KiB.
+
+    A call of many megabytes makes the kernel look for huge pages to cache it in, which a virtual machine may first
+    have to get from its host: up to eight times as slow, measured.
+    """
     done = 0
     while done < len(data):
-        done += file.write(data[done:])
+        done += file.write(data[done : done + _PIECE])
 
 
 def write_index(directory: Path, files: Mapping[str, Mapping[str, TensorInfo]]) -> int:

@@ -36,6 +36,7 @@ from slime_plugins.mbridge.weights import Weights
 logger = logging.getLogger(__name__)
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+OUTPUT_BIAS = "output_layer.bias"
 
 
 class BaseBridge(LLMBridge):
@@ -122,6 +123,8 @@ class BaseBridge(LLMBridge):
             model = unwrap_model(chunk)
             _keep_routing_biases_exact(model)
             for _, name, param in global_params(chunk):
+                if name == OUTPUT_BIAS:  # a value head's: no language model has one
+                    continue
                 used.update(part for hf_name in self.hf_names(model, name, weights) for part in weights.parts(hf_name))
                 if name != OUTPUT or param.size(0) != 1:
                     param.copy_(self.shard(model, name, param, weights))

@@ -62,6 +62,8 @@ def transformer_config(
     if parsed.multi_latent_attention:
         values["rope_type"] = "yarn"
         values["dsa_indexer_rotate_activation"] = False  # changes no score; needs bfloat16 and an extension
+        if parsed.experimental_attention_variant == "dsa":
+            values["cp_comm_type"] = ["all_gather"]  # sparse attention knows no other
         # latent attention has YaRN settings of its own, for which Megatron has no flags
         yarn = ("beta_fast", "beta_slow", "original_max_position_embeddings")
         values |= {name: getattr(parsed, f"yarn_{name}") for name in yarn if getattr(parsed, f"yarn_{name}")}

@@ -1,6 +1,6 @@
-"""Models with dense latent attention: DeepSeek-V3 and R1, Moonlight, Kimi-K2, GLM-4.7-Flash."""
+"""Models with dense latent attention: DeepSeek-V3 and R1, Moonlight, Kimi-K2 and K2.5, GLM-4.7-Flash."""
 
-from slime.backends.megatron_utils.megatron_to_hf.deepseekv3 import DEEPSEEKV3
+from slime.backends.megatron_utils.megatron_to_hf.deepseekv3 import DEEPSEEKV3, KIMI_K25
 from slime_plugins.mbridge.base import BaseBridge
 from slime_plugins.mbridge.registry import register_bridge
 
@@ -10,3 +10,10 @@ class DeepseekV3Bridge(BaseBridge):
     """Latent attention, experts with a routing bias."""
 
     family = DEEPSEEKV3
+
+
+@register_bridge("kimi_k25")
+class KimiK25Bridge(BaseBridge):
+    """The language model of a checkpoint with a vision tower, which is passed over."""
+
+    family = KIMI_K25

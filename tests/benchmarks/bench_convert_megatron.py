@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -122,22 +123,23 @@ def _peak_memory() -> int:
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
-def measure(name: str, work: Callable, source: Path, target: Path, size: int, workers: int = 1) -> float:
-    """Prints GB/s and the memory that the work added. Returns the GB/s."""
+def measure(work: Callable, source: Path, target: Path, workers: int = 1) -> tuple[float, int]:
+    """(seconds, bytes of memory that the work added), in a process of its own. What stood at `target` goes first."""
+    shutil.rmtree(target, ignore_errors=True)
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
         target=_measured, args=(work, source, target, workers, sender)
     )
     process.start()
-    seconds, memory = receiver.recv()
+    result = receiver.recv()
     process.join()
-    print(f"{name:<32} {size / seconds / 1e9:6.2f} GB/s   {memory / 1e9:6.2f} GB of memory", flush=True)
-    return size / seconds / 1e9
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-workers", type=int, default=2)
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default a temporary one")
     args = parser.parse_args()
@@ -145,21 +147,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         root = Path(name)
         size = make_checkpoint(root / "hf", args.layers)
-        files = len(list((root / "hf").glob("*.safetensors")))
-        print(f"{size / 1e9:.2f} GB bfloat16 in {files} files")
-        copies = []
-        for round_ in range(2):  # before and after: a busy machine shows
-            copies.append(measure("safetensors copy", plain_copy, root / "hf", root / "copy", size))
-            shutil.rmtree(root / "copy")
-            if round_ == 0:
-                forth = measure("Hugging Face -> torch_dist", to_torch_dist, root / "hf", root / "megatron", size)
-                back = measure("torch_dist -> Hugging Face", to_hf, root / "megatron", root / "one", size)
-                shutil.rmtree(root / "one")
-                many = f"torch_dist -> HF, {args.max_workers} workers"
-                measure(many, to_hf, root / "megatron", root / "many", size, args.max_workers)
-                shutil.rmtree(root / "many")
-        copy = sum(copies) / len(copies)
-        print(f"{100 * forth / copy:.0f} % and {100 * back / copy:.0f} % of the copy")
+        files = [path.stat().st_size for path in (root / "hf").glob("*.safetensors")]
+        print(f"{size / 1e9:.2f} GB bfloat16 in {len(files)} files, the largest {max(files) / 1e9:.2f} GB")
+        works = {
+            "safetensors copy": (plain_copy, root / "hf", root / "copy", 1),
+            "Hugging Face -> torch_dist": (to_torch_dist, root / "hf", root / "megatron", 1),
+            "torch_dist -> Hugging Face": (to_hf, root / "megatron", root / "one", 1),
+            f"torch_dist -> HF, {args.max_workers} workers": (
+                to_hf,
+                root / "megatron",
+                root / "many",
+                args.max_workers,
+            ),
+        }
+        taken: dict[str, list[tuple[float, int]]] = {what: [] for what in works}
+        for _ in range(args.rounds):  # in turn: a machine that is busy for a while slows all of them
+            for what, work in works.items():
+                taken[what].append(measure(*work))
+        copy = statistics.median(seconds for seconds, _ in taken["safetensors copy"])
+        for what, results in taken.items():
+            seconds, memory = statistics.median(s for s, _ in results), max(m for _, m in results)
+            print(
+                f"{what:<28} {size / seconds / 1e9:5.2f} GB/s (median of {args.rounds}), {100 * copy / seconds:3.0f} "
+                f"% of the copy, {memory / 1e9:.2f} GB of memory, {memory / max(files):.2f} of the largest file"
+            )
 
 
 if __name__ == "__main__":

@@ -48,13 +48,14 @@ def built_in_turn(
                 initialize_megatron(args)
                 initialized = True
             global_vars.set_args(args)
-            yield name, args, _chunks(args)
+            yield name, args, chunks_of(args)
     finally:
         if initialized:
             shutdown_megatron()
 
 
-def _chunks(args: Any) -> list:
+def chunks_of(args: Any) -> list:
+    """This rank's model chunks, of slime's own provider."""
     from megatron.core import mpu
 
     from slime.backends.megatron_utils.model_provider import get_model_provider_func

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.utils import unwrap_model
-from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.update_weight.buckets import Bucket
 from slime.backends.megatron_utils.update_weight.common import agree, hf_buckets, is_weight_source
 from slime.utils.misc import load_function
 from slime.utils.model_facts import load_config
-from slime.utils.safetensors_io import CheckpointDirectory, CheckpointError
+from slime.utils.safetensors_io import CheckpointDirectory, CheckpointError, TensorInfo, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def _write_shards(
 
 
 def _write_file(path: Path, bucket: Bucket) -> None:
-    save_file({name: tensor.contiguous().cpu() for name, tensor in bucket}, path, metadata={"format": "pt"})
+    write_file(path, {name: TensorInfo.of(tensor) for name, tensor in bucket}, bucket)
 
 
 def _publish(origin: Path, output_dir: Path, partial: Path, everywhere: Sequence[dict]) -> None:

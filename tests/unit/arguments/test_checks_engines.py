@@ -11,6 +11,7 @@ from tests.helpers.upstream_source import source_of
 
 MOE, MLA, DSA, GLM, DENSE = "qwen3-30B-A3B", "deepseek-v3", "glm5.2-744B-A40B", "glm4.5-355B-A32B", "qwen3-4B"
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+INT4 = {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}
 EACH, EP = "--rollout-num-gpus-per-engine", "--sglang-ep-size"
 DP = "--sglang-enable-dp-attention --sglang-dp-size"
 APART = ("--colocate", "--rollout-num-gpus")
@@ -244,16 +245,41 @@ RULES = {
     engines.check_quantised_engines: (
         Rule(
             "",
-            ("--hf-checkpoint: config.json says quant_method fp8", "not supported yet"),
+            ("--hf-checkpoint: config.json says quant_method compressed-tensors", "convert_hf_to_fp8.py"),
+            model=DENSE,
+            config=INT4,
+            kept_config=FP8,
+            kind="unsupported",
+        ),
+        Rule(
+            "",
+            ("--hf-checkpoint: config.json says one scale a weight",),
             "--debug-rollout-only",
+            model=DENSE,
+            config={"quantization_config": {"quant_method": "fp8"}},
+            kind="unsupported",
+        ),
+        Rule(
+            "",
+            ("--hf-checkpoint: config.json says activation_scheme static",),
+            model=DENSE,
+            config={"quantization_config": FP8["quantization_config"] | {"activation_scheme": "static"}},
+            kept_config=FP8,
+            kind="unsupported",
+        ),
+        Rule(
+            "--accelerator cpu",
+            ("--hf-checkpoint: config.json says quant_method fp8", "on the CPU", "tools/fp8_cast_bf16.py"),
             model=DENSE,
             config=FP8,
             kind="unsupported",
         ),
         Rule(
-            "--sglang-quantization compressed-tensors",
-            ("--sglang-quantization: compressed-tensors: pushing", "not supported yet"),
+            "--sglang-quantization fp8",
+            ("--sglang-quantization: fp8: engines that quantise", "leave it out"),
+            "--sglang-quantization fp8",
             model=DENSE,
+            kept_config=FP8,
             kind="unsupported",
         ),
     ),

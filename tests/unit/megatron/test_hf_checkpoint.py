@@ -1,10 +1,12 @@
 """Hugging Face directories: written by all pipeline stages, complete or not at all; read with loud errors."""
 
 import json
+import shutil
 
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_megatron import Layout
 from tests.helpers.tiny_models import make_tiny_model
+from tests.unit.quantization.test_safetensors_io import largest_file
 
 
 def _save(rank, world_size, path, output_dir, layout):
@@ -16,24 +18,33 @@ def _save(rank, world_size, path, output_dir, layout):
     args, chunks = load(path, layout)
     for _ in range(2):  # the second replaces the first
         save_hf_checkpoint(args, chunks, output_dir, shard_bytes=60_000)
+    with largest_file(50_000):
+        full = _message(save_hf_checkpoint, args, chunks, output_dir)
     if rank == 0:
+        shutil.rmtree(output_dir.with_name("7.partial"))
         (path / "config.json").rename(path / "hidden.json")
+    return full, _message(save_hf_checkpoint, args, chunks, output_dir.with_name("refused"))
+
+
+def _message(function, *args):
     try:
-        save_hf_checkpoint(args, chunks, output_dir.with_name("refused"))
+        function(*args)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return None
 
 
 def test_saved_directory_is_what_was_loaded(tmp_path):
-    """Two stages: every tensor once, bit for bit, in shards with an index; nothing is left of a refused save."""
+    """Two stages: every tensor once, bit for bit, in shards with an index; nothing is left of a refused save, and a
+    full disk costs nothing that was there."""
     from safetensors.torch import load_file
 
     path = make_tiny_model("qwen3_tied", tmp_path)
     (path / "tokenizer.json").write_text("{}")
     output_dir = tmp_path / "out" / "7"
     messages = run_ranks(_save, 2, path, output_dir, Layout(pp=2))
-    assert all("config.json to save beside" in message for message in messages)
+    assert all("cannot write" in full and ".safetensors: File too large" in full for full, _ in messages)
+    assert all("config.json to save beside" in refused for _, refused in messages)
     assert [file.name for file in output_dir.parent.iterdir()] == ["7"]
 
     wanted = load_file(path / "model.safetensors")

@@ -1,5 +1,6 @@
 """What reads the checkpoints: SGLang's own loader, and transformers. Both must hold exactly the weights we wrote."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from slime.backends.megatron_utils.megatron_to_hf.processors.directories import dequantize_directory
 from slime.backends.megatron_utils.megatron_to_hf.processors.fp8 import BlockFp8, ChannelFp8, TensorFp8
 from slime.backends.megatron_utils.megatron_to_hf.processors.int4 import PackedInt4
 from tests.helpers.sglang_load import ROOT, loader_env
+from tests.helpers.tiny_models import make_tiny_model
 from tests.unit.quantization.test_convert_checkpoint import quantise, same_tensors, tensors_of
 
 FORMATS = {
@@ -30,6 +33,7 @@ CASES = [
     *(f"dense-{name}" for name in FORMATS if name != "int4"),
     *(f"moe-{name}" for name in FORMATS if name != "int4-asymmetric"),
 ]
+PUSHED = ["dense-block", "moe-block", "latent-block"]
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(.+)")
@@ -47,13 +51,43 @@ def quantised(checkpoints, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(quantised, tmp_path_factory) -> Path:
-    """The parameters that SGLang ends up with, a file for each case. One process, since its imports take long."""
+def latent(tmp_path_factory) -> Path:
+    """Two models with latent attention in FP8 blocks: `start`, `latent-block`. kv_a_proj ends within a block."""
+    directory = tmp_path_factory.mktemp("latent")
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"q_lora_rank": 128, "kv_lora_rank": 192, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    sizes |= {"v_head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    for seed, name in enumerate(("start", "latent-block")):
+        made = make_tiny_model("deepseek_v3", directory / f"float_{seed}", seed=seed, **sizes)
+        config = json.loads((made / "config.json").read_text()) | {"moe_layer_freq": 1, "topk_method": "noaux_tc"}
+        (made / "config.json").write_text(json.dumps(config | {"scoring_func": "sigmoid"}))
+        quantise(made, directory / name)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def loaded(quantised, latent, checkpoints, tmp_path_factory) -> Path:
+    """The parameters that SGLang ends up with, a file for each case and push. One process: its imports take long."""
     out = tmp_path_factory.mktemp("loaded")
-    command = [sys.executable, "-m", "tests.helpers.sglang_load", out, *(quantised / case for case in CASES)]
+    arguments = [*(quantised / case for case in CASES), latent / "latent-block"]
+    arguments.append(f"{latent / 'start'}:{latent / 'latent-block'}")
+    for case in PUSHED[:-1]:
+        start = tmp_path_factory.mktemp("other") / "start"
+        quantise(_other(checkpoints / case.partition("-")[0], start.with_name("plain")), start)
+        arguments.append(f"{start}:{quantised / case}")
+    command = [sys.executable, "-m", "tests.helpers.sglang_load", out, *arguments]
     result = subprocess.run(command, env=loader_env(dict(os.environ)), cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return out
+
+
+def _other(source: Path, target: Path) -> Path:
+    """The same model with other weights."""
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    tensors = {name: (tensor * -0.7 + 0.01).contiguous() for name, tensor in tensors_of(source).items()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -96,6 +130,17 @@ def test_sglang_holds_exactly_the_checkpoint(quantised, loaded, case):
         raw = [t.contiguous().view(-1).view(torch.uint8) for t in (param, tensor)]
         assert torch.equal(*raw), name
     assert not left
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="SGLang would take the GPU; test_push_gpu.py is for that")
+@pytest.mark.parametrize("case", PUSHED)
+def test_a_push_leaves_what_a_start_would(loaded, case):
+    """Other weights pushed into a model in buckets, a weight with its scales: every parameter, and the matrices that
+    latent attention derives from kv_b_proj, have the bytes of a model that has started from them."""
+    started, pushed = torch.load(loaded / f"{case}.pt"), torch.load(loaded / f"start-{case}.pt")
+    assert same_tensors(started, pushed)
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in started.values())
+    assert (case == "latent-block") == any(name.endswith("w_kc") for name in started)
 
 
 def load(directory: Path) -> dict[str, torch.Tensor]:

@@ -1,5 +1,8 @@
 """Which weights are quantised: by module names as wholes, equally by the tools, the weight push and the engines."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -221,3 +224,23 @@ def test_asymmetric_experts_and_quantised_input_are_refused_by_name():
     broken = (LAYER + "mlp.up_proj.weight", torch.full((8, 32), float("nan")))
     with pytest.raises(ValueError, match=r"mlp\.up_proj\.weight: the weight holds inf or nan"):
         list(quantize([broken], FP8_CONFIG))
+
+
+PUBLISHED = {
+    "deepseek-v3": (BlockFp8(), "mlp.gate", "mlp.experts.3.up_proj"),
+    "kimi-k2": (BlockFp8(), "mlp.gate", "self_attn.kv_b_proj"),
+    "minimax-m2": (BlockFp8(), "block_sparse_moe.gate", "block_sparse_moe.experts.3.w1"),
+    "kimi-k2-thinking": (PackedInt4(32), "self_attn.kv_b_proj", "mlp.experts.3.up_proj"),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_configs_are_understood(model):
+    """MiniMax-M2 calls e4m3 by torch's name for it."""
+    format, kept, quantised = PUBLISHED[model]
+    path = Path(__file__).resolve().parents[2] / "data" / "hf_configs" / f"{model}.json"
+    config = json.loads(path.read_text())["quantization_config"]
+    assert parse_scheme(config).format == format
+    sent = dict(quantize([(f"{LAYER}{module}.weight", torch.zeros(128, 128)) for module in (kept, quantised)], config))
+    assert sent[f"{LAYER}{kept}.weight"].dtype == torch.float32
+    assert f"{LAYER}{quantised}.{format.parts[1]}" in sent

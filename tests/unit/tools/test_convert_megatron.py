@@ -3,10 +3,8 @@
 The conversions run in two sets of processes, once for all tests, since Megatron takes longer to import than they do.
 """
 
-import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -17,8 +15,11 @@ import pytest
 from slime.backends.megatron_utils.convert_args import pipeline_layout
 from slime.backends.megatron_utils.convert_process import Place, place_of
 from slime.utils.layout.index_sharing import IndexSharing
+from tests.helpers import convert_checks
+from tests.helpers.convert_checks import back, differences, forth, prepare, weights_of
 from tests.helpers.gloo import run_ranks
 from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model
+from tests.unit.quantization.test_safetensors_io import largest_file
 from tools import convert_hf_to_torch_dist, convert_torch_dist_to_hf
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,69 +34,6 @@ LAYOUTS = [
     ("qwen3", ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"), 2),
     ("with_prediction", ("--pipeline-model-parallel-size", "2", "--mtp-num-layers", "1"), 2),
 ]
-
-
-def weights_of(directory):
-    from safetensors.torch import load_file
-
-    return {
-        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
-
-
-def differences(first, second):
-    """Names, dtypes and bits."""
-    import torch
-
-    names = first.keys() ^ second.keys()
-    return sorted(names) + [
-        name
-        for name in first.keys() & second.keys()
-        if first[name].dtype != second[name].dtype
-        or not torch.equal(first[name].contiguous().view(torch.uint8), second[name].contiguous().view(torch.uint8))
-    ]
-
-
-def prepare():
-    import logging
-    import warnings
-
-    from slime.utils.accelerator import get_accelerator
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    get_accelerator("cpu").prepare_trainer()
-    from slime.backends.megatron_utils import torch_te
-
-    torch_te.install()
-
-
-def forth(hf, save, *argv, rank=0, world_size=1, force=False):
-    options = argparse.Namespace(hf_checkpoint=hf, save=save, force=force)
-    try:
-        convert_hf_to_torch_dist.convert(options, list(argv), Place(rank, world_size, "", 0))
-    except Exception:
-        close()
-        raise
-
-
-def back(source, origin, target, *argv):
-    paths = ["--input-dir", str(source), "--origin-hf-dir", str(origin), "--output-dir", str(target)]
-    try:
-        return convert_torch_dist_to_hf.convert(convert_torch_dist_to_hf.parse_args([*paths, *argv]))
-    except Exception:
-        close()
-        raise
-
-
-def close():
-    """Megatron's groups of a conversion that failed."""
-    from megatron.core import mpu
-
-    from slime.backends.megatron_utils.initialize import shutdown_megatron
-
-    if mpu.model_parallel_is_initialized():
-        shutdown_megatron()
 
 
 def message_of(function, *args, **kwargs):
@@ -153,7 +91,8 @@ def one_process(rank, world_size, root):
         )
         found[name] = differences(weights_of(hf), weights_of(root / f"back_{name}"))
     found |= other_formats(root) | bad_input(root) | bad_output(root) | missing_tensors(root)
-    return found
+    found |= convert_checks.quantised_input(root) | convert_checks.transformer_engine_keys(root)
+    return found | convert_checks.memory(root)
 
 
 def other_formats(root):
@@ -220,10 +159,8 @@ def bad_input(root):
         "wrong argument": message_of(forth, root / "hf" / "qwen3", save, "--hidden-size", "64"),
         "unknown flag": message_of(forth, root / "hf" / "qwen3", save, "--num-layer", "4"),
     }
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
-    found["disk full"] = message_of(forth, root / "hf" / "qwen3", save)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with largest_file(200_000):
+        found["disk full"] = message_of(forth, root / "hf" / "qwen3", save)
     found["untouched"] = snapshot(save) == before
     return found
 
@@ -243,6 +180,8 @@ def bad_output(root):
     hf = root / "hf" / "qwen3_tied"
     found["training run"] = message_of(forth, hf, run)
     forth(hf, run, force=True)
+    (run / ".release.partial").mkdir()  # of a conversion that was killed
+    (run / ".release.partial" / "__0_0.distcp").write_bytes(b"half")
     forth(hf, run)
     found["forced"] = sorted(path.name for path in run.iterdir())
     existing = root / "back_qwen3_tied"
@@ -251,7 +190,13 @@ def bad_output(root):
     found["replaced"] = differences(weights_of(hf), weights_of(existing))
     found["other model"] = message_of(back, run, root / "hf" / "qwen3", root / "never")
     found["no checkpoint"] = message_of(back, hf, hf, root / "never")
+    with largest_file(100_000):
+        found["disk full there"] = message_of(back, run, hf, root / "never")
     (file,) = (run / "release").glob("*.distcp")
+    with file.open("r+b") as damaged:  # the second half of its zip archives
+        damaged.seek(file.stat().st_size // 2)
+        damaged.write(bytes(file.stat().st_size // 2))
+    found["damaged checkpoint"] = message_of(back, run, hf, root / "never")
     os.truncate(file, file.stat().st_size - 1000)
     found["cut off checkpoint"] = message_of(back, run, hf, root / "never")
     found["never"] = (root / "never").exists()
@@ -328,6 +273,31 @@ def test_round_trip_is_exact(of_one, name):
     assert of_one[name] == []
 
 
+def test_memory_is_that_of_a_few_tensors(of_one):
+    """Both directions of 100 MB in one file take less than half of it: the model is never in memory."""
+    whole, there, again, same = of_one["memory"]
+    assert whole > 80e6 and same == []
+    assert there < 0.5 and again < 0.5, (there, again)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4 experts"])
+def test_quantised_directories_convert_as_their_bfloat16_cast(of_one, name):
+    """The same bits as casting first; scales are used with their weights, and the result says that it is plain."""
+    assert of_one[name][:3] == ([], [], None) and of_one[name][3] > 20
+
+
+def test_a_language_model_beside_a_vision_tower(of_one):
+    assert of_one["beside vision"] == []
+
+
+def test_extra_states_of_transformer_engine_are_passed_over(of_one):
+    """Neither the export nor a training start takes them for weights that have no place in the model. The other way
+    round Megatron refuses a checkpoint that lacks them unless --dist-ckpt-strictness log_unexpected is given."""
+    found = of_one["extra state"]
+    assert found["keys"] >= 4 * 5 and found["exported"] == [] and found["trained"] == []
+    assert "_extra_state" in found["refused"] and found["taken"] == [0]
+
+
 def test_training_starts_from_a_directory_or_a_conversion(of_two):
     """--load takes a Hugging Face directory (tied over two stages, experts over two ranks) and a converted one."""
     for _, started in of_two:
@@ -349,6 +319,8 @@ def test_training_starts_from_a_directory_or_a_conversion(of_two):
         ("wrong argument", ["--hidden-size", "64", "48"]),
         ("unknown flag", ["--num-layer", "--num-layers"]),
         ("disk full", ["rank 0 cannot write to", "File too large"]),
+        ("disk full there", ["never.partial-", "cannot write", "File too large"]),
+        ("damaged checkpoint", [".distcp", "is damaged"]),
         ("training run", ["the newest: 7", "--force"]),
         ("exists", ["back_qwen3_tied", "--force"]),
         ("other model", ["lm_head.weight", "are not in"]),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.megatron_to_hf.deepseekv3 import DEEPSEEKV3
+from slime.backends.megatron_utils.megatron_to_hf.deepseekv3 import DEEPSEEKV3, KIMI_K25
 from slime.backends.megatron_utils.megatron_to_hf.family import Family, strip_module_prefix
 from slime.backends.megatron_utils.megatron_to_hf.glm4 import GLM4
 from slime.backends.megatron_utils.megatron_to_hf.glm4moe import GLM4MOE
@@ -28,6 +28,7 @@ _FAMILIES: dict[str, Family] = {
     "deepseekv3": DEEPSEEKV3,
     "glmmoedsa": DEEPSEEKV3,
     "kimi": DEEPSEEKV3,
+    "kimik25": KIMI_K25,
     "glm4moe": GLM4MOE,
     "glm4": GLM4,
     "qwen2moe": QWEN3MOE,

@@ -1,4 +1,6 @@
-"""DeepSeek-V3, V3.2, Kimi-K2, Moonlight, GLM-4.7-Flash, GLM-5 and 5.2: latent attention, perhaps with an indexer."""
+"""DeepSeek-V3, V3.2, Kimi-K2, K2.5, Moonlight, GLM-4.7-Flash, GLM-5, GLM-5.2: latent attention, perhaps an indexer."""
+
+from dataclasses import replace
 
 from slime.backends.megatron_utils.megatron_to_hf.family import (
     EXPERT_BIAS_ROW,
@@ -6,6 +8,7 @@ from slime.backends.megatron_utils.megatron_to_hf.family import (
     MODEL_ROWS,
     MTP_AS_LAYER,
     OUTPUT_ROW,
+    PASSED_OVER,
     Family,
     Row,
     moe_rows,
@@ -42,4 +45,14 @@ DEEPSEEKV3 = Family(
     MODEL_ROWS,
     MLA_ROWS + INDEXER_ROWS + MLP_ROWS + moe_rows() + (EXPERT_BIAS_ROW,) + shared_expert_rows("mlp.shared_experts"),
     mtp=MTP_AS_LAYER,
+)
+
+# Kimi-K2.5: the language model beside a vision tower.
+KIMI_K25 = replace(
+    DEEPSEEKV3,
+    name="kimi_k25",
+    model_rows=tuple(replace(row, hf=tuple(f"language_model.{name}" for name in row.hf)) for row in MODEL_ROWS),
+    layer_prefix="language_model.model.layers.{layer}.",
+    mtp=None,
+    passed_over=(*PASSED_OVER, r"(vision_tower|mm_projector)\..*"),
 )

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 
-from slime.utils.arguments.checks.common import listed, of_engines, round_up
+from slime.utils.arguments.checks.common import listed, model_config, of_engines, round_up
 from slime.utils.arguments.checks.engine_shape import SPANNING_BACKENDS, EngineModel, EngineShape
 from slime.utils.arguments.flag import Problem
 from slime.utils.layout.divisors import divisors, largest_divisor
@@ -203,15 +203,38 @@ def _expert_ranks(shape: EngineShape) -> str:
 
 @of_engines
 def check_quantised_engines(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """Engines get the trained weights in the precision of --hf-checkpoint, which must not be a quantised one yet."""
+    """Trained weights go to engines in the format of --hf-checkpoint, which must be one that they can take anew.
+
+    SGLang 0.5.17 loads a pushed weight into the parameter that it had at the start. Of the quantised ones only those
+    in FP8 blocks are still what the checkpoint holds; kernels for the others have replaced or repacked theirs.
+    """
+    config = model_config(a).get("quantization_config") or {}
+    method, flag = config.get("quant_method"), a.sglang_quantization
+    if method and a.accelerator == "cpu":
+        says = f"config.json says quant_method {method}, and engines on the CPU compute with unquantised weights only"
+        yield Problem(
+            ("--hf-checkpoint",), says, f"the checkpoint in bfloat16: {_CAST.get(method, '')}", "unsupported"
+        )
     if a.debug_rollout_only:
         return
-    why = "pushing trained weights to quantised engines is not supported yet"
-    method = ((a.hf_config or {}).get("quantization_config") or {}).get("quant_method")
-    if a.sglang_quantization is not None:
-        yield Problem(("--sglang-quantization",), f"{a.sglang_quantization}: {why}", kind="unsupported")
-    elif method:
-        yield Problem(("--hf-checkpoint",), f"config.json says quant_method {method}: {why}", kind="unsupported")
+    if flag is not None and flag != method:
+        says = f"{flag}: engines that quantise when they start cannot take trained weights afterwards"
+        yield Problem(("--sglang-quantization",), says, f"leave it out, and {_BLOCKS}", kind="unsupported")
+    elif method and not (method == "fp8" and config.get("weight_block_size")):
+        how = "one scale a weight" if method == "fp8" else f"quant_method {method}"
+        says = f"config.json says {how}, in which engines cannot take trained weights after their start"
+        yield Problem(("--hf-checkpoint",), says, _BLOCKS, kind="unsupported")
+    elif method and config.get("activation_scheme", "dynamic") != "dynamic":
+        scheme = config["activation_scheme"]
+        says = f"config.json says activation_scheme {scheme}: training does not know the scales of activations"
+        yield Problem(("--hf-checkpoint",), says, _BLOCKS, kind="unsupported")
+
+
+_BLOCKS = "--hf-checkpoint in FP8 blocks, which tools/convert_hf_to_fp8.py makes of the bfloat16 one"
+_CAST = {
+    "fp8": "tools/fp8_cast_bf16.py makes it",
+    "compressed-tensors": "tools/convert_k2_thinking_int4_to_bf16.py or tools/fp8_cast_bf16.py makes it",
+}
 
 
 CHECKS = (

@@ -33,7 +33,7 @@ def parse_scheme(config: Mapping[str, Any]) -> Scheme:
 
 
 def _parse_fp8(config: Mapping[str, Any]) -> Scheme:
-    _expect(config, "fmt", ("e4m3",), "e4m3")
+    _expect(config, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     _expect(config, "activation_scheme", ("dynamic",), "dynamic")
     _expect(config, "scale_fmt", ("float", "ue8m0", None), None)
     block = config.get("weight_block_size")
