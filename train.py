@@ -28,8 +28,9 @@ def train(args: Namespace) -> None:
         args = args.replace(num_rollout=args.num_epoch * per_epoch)
     tracking = Tracking(args)
     try:
-        actor, start_rollout_id = create_training_models(args, placements, manager)
+        actor, critic, start_rollout_id = create_training_models(args, placements, manager)
         push_weights(args, manager, actor)
+        models = [actor] if critic is None else [critic, actor]  # in this order: advantages need the critic's values
 
         eval_first = args.num_rollout == 0 or (start_rollout_id == 0 and not args.skip_eval_before_train)
         if args.eval_interval and eval_first:
@@ -37,28 +38,35 @@ def train(args: Namespace) -> None:
 
         for rollout_id in range(start_rollout_id, args.num_rollout):
             phases = Phases()
+            trained = models[:1] if rollout_id < args.num_critic_only_steps else models
             with phases("generate"):
                 batch = manager.generate(rollout_id)
                 if args.offload_rollout:
                     manager.offload()
             with phases("train"):
-                metrics = batch.metrics | actor.train(rollout_id, batch.data_refs)
+                metrics = dict(batch.metrics)
+                for model in trained:
+                    values = critic.values() if critic is not None and model is actor else None
+                    metrics |= model.train(rollout_id, batch.data_refs, values)
             if should_run_periodic_action(rollout_id, args.save_interval, per_epoch, args.num_rollout):
                 with phases("save"):
                     # A checkpoint names itself the latest as its last act: what belongs to it must exist by then.
                     if args.rollout_global_dataset:
                         manager.save(rollout_id)
-                    metrics |= actor.save_model(rollout_id, force_sync=rollout_id == args.num_rollout - 1)
+                    for model in trained:
+                        metrics |= model.save_model(rollout_id, force_sync=rollout_id == args.num_rollout - 1)
             with phases("sync"):
                 if not args.offload_train:
-                    actor.clear_memory()
+                    for model in trained:
+                        model.clear_memory()
                 metrics |= push_weights(args, manager, actor)
             tracking.log(rollout_id, metrics | phases.metrics(), step_key="rollout/step")
 
             if should_run_periodic_action(rollout_id, args.eval_interval, per_epoch, args.num_rollout):
                 tracking.log(rollout_id + 1, manager.eval(rollout_id), step_key="eval/step")
 
-        actor.close()
+        for model in models:
+            model.close()
         manager.dispose()
     except BaseException:
         tracking.close("failed")

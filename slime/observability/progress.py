@@ -19,6 +19,8 @@ FIGURES = (
     ("|logp train - rollout|", "train/train_rollout_logprob_abs_diff", "{:.1e}"),
     ("grad norm", "train/grad_norm", "{:.3f}"),
     ("tokens/s per GPU", "perf/tokens_per_gpu_per_sec", "{:.0f}"),
+    ("TFLOP/s per GPU", "perf/actor_train_tflops", "{:.3g}"),
+    ("MFU", "perf/actor_train_mfu", "{:.1%}"),
 )
 PHASES = ("generate", "train", "save", "sync")
 EVAL_SUFFIX = re.compile(r"-(truncated_ratio|pass@\d+)$")  # what follows a data set's name, which may have a "-" too

@@ -87,7 +87,7 @@ class JsonLines:
 
 
 class WandB:
-    """One Weights & Biases run. The configuration is every argument but secrets."""
+    """One Weights & Biases run. The configuration is every argument but secrets, the critic's as critic/<name>."""
 
     def __init__(self, args: Namespace) -> None:
         try:
@@ -99,7 +99,9 @@ class WandB:
         group = args.wandb_group
         if group and args.wandb_random_suffix:
             group = f"{group}_{secrets.token_hex(4)}"
-        config = {name: value for name, value in vars(args).items() if name not in SECRET_ARGS}
+        config = {name: value for name, value in vars(args).items() if name not in (*SECRET_ARGS, "critic_args")}
+        critic = {} if args.critic_args is None else vars(args.critic_args)
+        config |= {f"critic/{name}": value for name, value in critic.items() if name in config}
         self._run = wandb.init(
             entity=args.wandb_team,
             project=args.wandb_project,

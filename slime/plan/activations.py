@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from slime.plan.parameters import Sizes, layer_rows, local
-from slime.plan.shape import DeltaNet, Dense, Experts, GroupedQuery, Latent, LayerShape, ModelShape
 from slime.utils.layout.chunks import Chunk, PipelineLayout
+from slime.utils.log_prob_chunks import rows_per_chunk
+from slime.utils.model_shape import DeltaNet, Dense, Experts, GroupedQuery, Latent, LayerShape, ModelShape
 
 FLOAT32 = 4
 INT64 = 8
-LOSS_BLOCKS = 3 * 64 * 2**20  # temporaries of the loss's backward pass, which runs in blocks of 64 MiB
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Setting:
     full: str | None  # --recompute-method of full recomputation
     full_layers: int
     modules: frozenset[str]
+    predicts: bool = True  # frozen multi-token-prediction layers do not run
 
     @classmethod
     def from_args(cls, a: Namespace) -> "Setting":
@@ -48,6 +49,7 @@ class Setting:
             full=full,
             full_layers=a.recompute_num_layers or 1,
             modules=frozenset(_names(a.recompute_modules) or ("core_attn",)) if selective else frozenset(),
+            predicts=a.enable_mtp_training,
         )
 
     @property
@@ -150,7 +152,8 @@ def chunk_bytes(shape: ModelShape, chunk: Chunk, setting: Setting, tokens: int) 
         kept = first * hidden + sum(layer_bytes(x, shape.hidden, setting, tokens) for x in layers[first:])
     else:
         kept = sum(layer_bytes(layer, shape.hidden, setting, tokens) for layer in layers)
-    for _ in chunk.mtp_layers[: shape.mtp_layers]:  # two norms, their joint input to a projection, the last norm
+    mtp_layers = chunk.mtp_layers[: shape.mtp_layers] if setting.predicts else ()
+    for _ in mtp_layers:  # two norms, their joint input to a projection, the last norm
         kept += 8 * hidden + (hidden if full else layer_bytes(shape.mtp_layer, shape.hidden, setting, tokens))
     return kept + (_norm_copies(setting) * hidden if chunk.head else 0)
 
@@ -352,23 +355,23 @@ def loss_bytes(
     hidden: int,
     width: int,
     chunk_size: int = -1,
-    recompute_loss: bool = False,
+    overlapped: bool = False,
+    whole_logits: bool = False,
 ) -> int:
-    """Peak of logits and loss on the last stage, for one micro-batch of a context-parallel rank.
+    """Peak of head and loss on the last stage, for one micro-batch of a context-parallel rank.
 
     tokens T; response_tokens R <= T, the rows whose log-probabilities are taken; columns C = padded vocabulary / TP;
-    chunk_size c as --log-probs-chunk-size. Four moments, the largest counts:
-    logits in half precision and their float32 copy, (width + 4) T C; the loss's forward pass, 4 T C + 4 R C (the
-    softmax, kept) + 4 min(c, R) C (the exponentials of a chunk, for the entropy); its backward pass, 4 R C + 4 T C
-    (the gradient) + blocks, and again 4 T C if the loss is recomputed; the output layer's backward pass.
+    chunk_size as --log-probs-chunk-size. In the backward pass: hidden states and their gradient, 2 width T H, and one
+    chunk of logits with what goes in and comes out of its head, width min(c, R) (C + 2 H). overlapped: reducing
+    gradients early needs zeros in place of the head's gradient, width C H, at the end. whole_logits, for a loss that
+    is the user's: in half precision and their float32 copy, (width + 4) T C, or in float32 with their gradient, and
+    the output layer's backward pass.
     """
-    logits, softmax = FLOAT32 * tokens * columns, FLOAT32 * response_tokens * columns
-    rows = min(chunk_size, response_tokens) if chunk_size > 0 else response_tokens
-    half = width * tokens * columns if width < FLOAT32 else 0
-    blocks = min(LOSS_BLOCKS, 3 * softmax)
-    return max(
-        logits + half,
-        logits + softmax + FLOAT32 * rows * columns,
-        softmax + logits * (1 + recompute_loss) + blocks,
-        logits + half + width * (columns * hidden + tokens * hidden),
-    )
+    states = 2 * width * tokens * hidden
+    if whole_logits:
+        logits = FLOAT32 * tokens * columns
+        half = width * tokens * columns if width < FLOAT32 else 0
+        return max(2 * logits, logits + half + width * columns * hidden) + states
+    rows = min(rows_per_chunk(chunk_size, columns, width), response_tokens)
+    chunk = width * rows * (columns + 2 * hidden)
+    return states + max(chunk, width * columns * hidden * overlapped)

@@ -30,6 +30,17 @@ def dry_run(argv: Sequence[str] | None = None) -> int:
     return plan.exit_code
 
 
+def refuse(argv: Sequence[str], *, environ: Mapping[str, str], elsewhere: bool = False) -> None:
+    """Raises ArgumentsError with all the problems for which a run with these flags would end before it starts.
+
+    elsewhere: the run is for other machines, so that this one's files and devices decide nothing.
+    """
+    problems = read_args(argv, environ=environ, dry_run=elsewhere).problems
+    problems = [problem for problem in problems if not (elsewhere and problem.kind == "absent")]
+    if problems:
+        raise ArgumentsError(problems)
+
+
 def plan_of(argv: Sequence[str], *, environ: Mapping[str, str], cache: Path | None = None) -> tuple[Plan, str | None]:
     """(plan, where its JSON goes) of a training command line. Raises ArgumentsError if the tokens cannot be parsed."""
     reading = read_args(argv, environ=environ, cache=cache, dry_run=True)

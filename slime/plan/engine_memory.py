@@ -11,8 +11,8 @@ from typing import Any
 
 from slime.plan.memory import GIB, SLEEPING_TRAINER, longest_sample
 from slime.plan.parameters import EMBEDDING, OUTPUT_LAYER, Row, layer_rows
-from slime.plan.shape import DeltaNet, GroupedQuery, Indexer, Latent, LayerShape, ModelShape
 from slime.utils.layout.engine_stages import engine_stages
+from slime.utils.model_shape import DeltaNet, GroupedQuery, Indexer, Latent, LayerShape, ModelShape
 
 MIB = 2**20
 FP8_BLOCK = 128  # one float32 scale for each 128 x 128 block of an fp8 weight, and each 128 numbers of an index key

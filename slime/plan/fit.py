@@ -9,7 +9,7 @@ from pathlib import PurePath
 from slime.plan.engine_memory import EngineMemory, engine_memory
 from slime.plan.engines import Engine, EngineMap
 from slime.plan.memory import SLEEPING_ENGINE, SLEEPING_TRAINER, RankMemory
-from slime.plan.shape import ModelShape
+from slime.utils.model_shape import ModelShape
 
 GIB = 2**30
 # What torch sees of the memory a GPU is sold with, counted in GiB: 79.1 of an H100's 80, 139.8 of an H200's 141.
@@ -101,7 +101,8 @@ def phases(a: Namespace, ranks: Sequence[RankMemory], groups: Sequence[GroupMemo
     available: bytes of one GPU. Trainers and engines that share GPUs hold memory side by side; --offload-rollout
     leaves a sleeping engine in training, --offload-train a sleeping trainer in generation. An engine needs its
     weights, the cache of one request of full length, and the share that its memory fraction leaves to graphs and
-    activations. Empty on a CPU, whose memory is the host's.
+    activations. A critic is taken to be as large as the actor; while that works, it is asleep or holds what stays.
+    Empty on a CPU, whose memory is the host's.
     """
     if a.accelerator == "cpu":
         return []
@@ -109,7 +110,7 @@ def phases(a: Namespace, ranks: Sequence[RankMemory], groups: Sequence[GroupMemo
     seen = not unseen_quantization(a)[1]
     found = [_training(a, ranks, shared, available)] if ranks else []
     if ranks and groups:
-        found.append(_update(ranks, shared, available, seen or not shared))
+        found.append(_update(a, ranks, shared, available, seen or not shared))
     for group in groups:
         m = group.memory
         request = m.context * m.kv_per_token + m.state_per_request
@@ -118,6 +119,7 @@ def phases(a: Namespace, ranks: Sequence[RankMemory], groups: Sequence[GroupMemo
         if group.shared and ranks:
             beside = SLEEPING_TRAINER if a.offload_train else max(rank.resident + rank.reserve for rank in ranks)
             parts.append(("trainer_beside", beside))
+            parts += _critic_beside(a, ranks)
         found.append(Phase("generation", f"engines of {group.name}", tuple(parts), available, seen))
     return found
 
@@ -138,12 +140,22 @@ def _training(a: Namespace, ranks: Sequence[RankMemory], shared: Sequence[Engine
     parts = stage_parts(fullest)
     if shared and not a.offload_rollout:  # the reserve counts a sleeping engine
         parts += (("engine_beside", max(engine.static for engine in shared) - SLEEPING_ENGINE),)
-    return Phase("training", f"pipeline stage {fullest.pp_rank}", parts, available, True)
+    return Phase("training", f"pipeline stage {fullest.pp_rank}", parts + _critic_beside(a, ranks), available, True)
 
 
-def _update(ranks: Sequence[RankMemory], shared: Sequence[EngineMemory], available: int, certain: bool) -> Phase:
+def _critic_beside(a: Namespace, ranks: Sequence[RankMemory]) -> tuple[tuple[str, int], ...]:
+    """What the critic keeps on a GPU while others work there; nothing without a critic."""
+    if not a.use_critic:
+        return ()
+    return (("critic_beside", SLEEPING_TRAINER if a.offload_train else max(rank.resident for rank in ranks)),)
+
+
+def _update(
+    a: Namespace, ranks: Sequence[RankMemory], shared: Sequence[EngineMemory], available: int, certain: bool
+) -> Phase:
     fullest = max(ranks, key=lambda rank: rank.resident + rank.weight_sync)
     parts = (("trainer", fullest.resident), ("buckets", fullest.weight_sync), ("reserve", fullest.reserve))
     if shared:
         parts += (("engine_weights", max(engine.weights for engine in shared)),)
-    return Phase("weight update", f"pipeline stage {fullest.pp_rank}", parts, available, certain)
+    where = f"pipeline stage {fullest.pp_rank}"
+    return Phase("weight update", where, parts + _critic_beside(a, ranks), available, certain)

@@ -9,9 +9,9 @@ from typing import Any
 
 from slime.plan.activations import FLOAT32, Activations, Setting, loss_bytes, stage_activations
 from slime.plan.parameters import Parameters, Sizes, layer_rows, padded_elements, parameters_of_rank
-from slime.plan.shape import ModelShape
 from slime.utils.layout.chunks import PipelineLayout
 from slime.utils.layout.pipeline import pipeline_layout
+from slime.utils.model_shape import ModelShape
 
 GIB = 2**30
 # Outside torch's allocator a trainer alone on an H200 holds 2.04 GiB (CUDA context, kernels, NCCL for a world of one),
@@ -106,15 +106,23 @@ def trainer_memory(
     setting = Setting.from_args(a)
     tokens = tokens_per_rank(a) if tokens is None else tokens
     columns = shape.vocab_rows(setting.sizes.tp) // setting.sizes.tp
-    chunk, again = a.log_probs_chunk_size, a.recompute_loss_function
-    loss = loss_bytes(tokens, response_tokens or tokens, columns, shape.hidden, setting.width, chunk, again)
+    loss = loss_bytes(
+        tokens,
+        response_tokens or tokens,
+        columns,
+        shape.hidden,
+        setting.width,
+        a.log_probs_chunk_size,
+        a.overlap_grad_reduce,
+        a.loss_type == "custom_loss",
+    )
     group = getattr(a, "microbatch_group_size_per_vp_stage", None)
+    freeze = [*(a.freeze_params_name_list or ()), *(() if a.enable_mtp_training else (r"^mtp\.",))]
+    freeze += [] if a.dsa_indexer_loss_coeff else [r"\.indexer\."]
     ranks = []
     for pp_rank in range(layout.pp_size):
         activations = stage_activations(shape, layout, pp_rank, setting, tokens, loss, group, micro_batches)
-        parameters = parameters_of_rank(
-            shape, layout, setting.sizes, pp_rank, a.only_train_params_name_list, a.freeze_params_name_list
-        )
+        parameters = parameters_of_rank(shape, layout, setting.sizes, pp_rank, a.only_train_params_name_list, freeze)
         ranks.append(_rank(a, shape, setting, pp_rank, parameters, activations))
     return ranks
 
@@ -240,12 +248,13 @@ def _weight_sync(a: Namespace, shape: ModelShape, width: int) -> int:
 
 
 def host_memory(a: Namespace, ranks: list[RankMemory], engine_weights: int = 0) -> HostMemory:
-    """Host memory of a node: its trainers, and with --colocate or engines of its own size their processes.
+    """Host memory of a node: its trainers (of both roles), and with --colocate or engines of its own their processes.
 
     engine_weights: bytes a GPU of an engine's weights, kept on the host while released if
     --sglang-enable-weights-cpu-backup asks for it.
     """
-    trainers = a.actor_num_gpus_per_node if ranks else 0
+    actors = a.actor_num_gpus_per_node if ranks else 0
+    trainers = actors * 2 if a.use_critic else actors  # a critic is as large as the actor
     engines = min(a.num_gpus_per_node, a.rollout_num_gpus or 0) if a.colocate or not ranks else 0
     fullest = max(ranks, key=lambda rank: rank.host, default=None)
     backup = engines * engine_weights if getattr(a, "sglang_enable_weights_cpu_backup", False) else 0
@@ -254,7 +263,7 @@ def host_memory(a: Namespace, ranks: list[RankMemory], engine_weights: int = 0) 
     return HostMemory(
         processes=(trainers + engines) * PROCESS_HOST,
         optimizer=trainers * fullest.host_optimizer,
-        replicas=trainers * fullest.host_replicas,
+        replicas=actors * fullest.host_replicas,
         offload=trainers * fullest.host_offload,
         engine_backup=backup,
     )

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slime.plan.shape import Attention, DeltaNet, Dense, Experts, GroupedQuery, Latent, LayerShape, ModelShape
 from slime.utils.layout.chunks import Chunk, PipelineLayout
+from slime.utils.model_shape import Attention, DeltaNet, Dense, Experts, GroupedQuery, Latent, LayerShape, ModelShape
 
 Split = Literal["whole", "tp", "expert"]
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -31,10 +31,10 @@ from slime.plan.sections import (
     plan_cluster,
     plan_stages,
 )
-from slime.plan.shape import ModelShape, ShapeError
 from slime.plan.weight_sync import WeightSync, plan_weight_sync
 from slime.utils.arguments.flag import Problem
 from slime.utils.layout import LayoutError, index_sharing, pipeline_layout
+from slime.utils.model_shape import ModelShape, ShapeError
 from slime.utils.sglang_config import TopologyError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.plan.parameters import Parameters, Sizes, model_parameters, parameters_of_rank
-from slime.plan.shape import Experts, ModelShape
 from slime.utils.layout import IndexSharing, PipelineLayout, uses_sparse_attention
+from slime.utils.model_shape import Experts, ModelShape
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ContextParallel:
     """How a sequence is cut over `size` ranks, and how they exchange keys and values."""
 
     size: int
-    layout: Literal["whole", "zigzag", "contiguous"]
+    layout: Literal["whole", "zigzag"]
     exchange: Literal["none", "all-gather", "point-to-point"]
     explains: str
 
@@ -138,19 +138,14 @@ def plan_stages(
 
 
 def context_parallel(a: Namespace) -> ContextParallel:
-    """--allgather-cp means a contiguous cut for sparse attention, elsewhere how keys and values are exchanged."""
+    """Always zigzag; --allgather-cp, which sparse attention implies, is how keys and values are exchanged."""
     size = a.context_parallel_size
     if size == 1:
         return ContextParallel(1, "whole", "none", "every rank holds whole samples")
-    if uses_sparse_attention(a):
-        return ContextParallel(
-            size,
-            "contiguous",
-            "all-gather",
-            f"the samples of a micro-batch form one stream, rank r holds the r-th of {size} pieces of it; latent keys "
-            "and index keys are gathered from all ranks",
-        )
     cut = f"a sample is cut into {2 * size} pieces, rank r holds pieces r and {2 * size - 1} - r"
+    if uses_sparse_attention(a):
+        what = "latent keys, and in layers that choose tokens index keys, are gathered from all ranks"
+        return ContextParallel(size, "zigzag", "all-gather", f"{cut}; {what}")
     if a.allgather_cp:
         return ContextParallel(size, "zigzag", "all-gather", f"{cut}; keys and values are gathered from all ranks")
     return ContextParallel(size, "zigzag", "point-to-point", f"{cut}; keys and values go round from rank to rank")

@@ -8,11 +8,11 @@ from pathlib import Path
 from slime.plan.engines import engine_map
 from slime.plan.fit import generation_memory, visible_memory
 from slime.plan.memory import RankMemory, longest_sample, trainer_memory
-from slime.plan.shape import GroupedQuery, ModelShape
 from slime.utils.arguments.flag import Problem
 from slime.utils.arguments.namespace import Args
 from slime.utils.arguments.reading import Reading, read_args
 from slime.utils.layout import index_sharing, legal_splits
+from slime.utils.model_shape import GroupedQuery, ModelShape
 
 # Options that a suggestion decides, with the number of values each takes; they are removed from the command line.
 DECIDED = {

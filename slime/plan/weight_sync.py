@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.plan.parameters import layer_rows
-from slime.plan.shape import ModelShape
 from slime.utils.layout.chunks import Chunk, PipelineLayout
+from slime.utils.model_shape import ModelShape
 
 Transport = Literal["tensor", "distributed", "disk", "delta"]
 GIGA = 10**9

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ class RayTrainGroup:
         starts = {name: report.start_rollout_id for name, report in mine.items()}
         if len(set(starts.values())) > 1:
             raise RuntimeError(
-                f"the ranks loaded different checkpoints: start rollout ids {starts}; is --load on a shared disk?"
+                f"the {self.role}'s ranks loaded different checkpoints: start rollout ids {starts}; "
+                "is --load on a shared disk?"
             )
         if not mine:
             return 0
@@ -80,13 +82,27 @@ class RayTrainGroup:
         if engines:
             self._wait("connect_engines", engines, doing="connecting trainers to engines")
 
-    def train(self, rollout_id: int, data_refs: list[Box]) -> dict[str, float]:
-        """Trains on one rollout. data_refs: one box per data-parallel rank. Returns the metrics."""
-        return self._wait("train", rollout_id, data_refs, doing=f"train rollout {rollout_id}")
+    def train(
+        self, rollout_id: int, data_refs: list[Box], external_data: Sequence[ray.ObjectRef] | None = None
+    ) -> dict[str, float]:
+        """Trains on one rollout. Returns the metrics.
 
-    def async_train(self, rollout_id: int, data_refs: list[Box]) -> list[ray.ObjectRef]:
-        """Starts training on one rollout; a reference per rank."""
-        return list(self._call("train", rollout_id, data_refs).values())
+        data_refs: one box per data-parallel rank. external_data: what a critic's `values` returned, for the actor.
+        """
+        refs = self._start_training(rollout_id, data_refs, external_data)
+        return merge_metrics(
+            list(wait_for(refs, f"train {self.role} on rollout {rollout_id}", CALL_TIMEOUT_S).values())
+        )
+
+    def async_train(
+        self, rollout_id: int, data_refs: list[Box], external_data: Sequence[ray.ObjectRef] | None = None
+    ) -> list[ray.ObjectRef]:
+        """Starts training on one rollout, as `train`; a reference per rank."""
+        return list(self._start_training(rollout_id, data_refs, external_data).values())
+
+    def values(self) -> list[ray.ObjectRef]:
+        """The critic's values of the rollout it trained on last, from before: a reference per rank."""
+        return list(self._call("values").values())
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> dict[str, float]:
         """Checkpoint of the model after `rollout_id`; metrics. force_sync: return only when it is on disk."""
@@ -112,6 +128,17 @@ class RayTrainGroup:
         """Ends the ranks in order: finishes what they are writing and leaves their process groups."""
         self._wait("close", doing="end the trainers")
 
+    def _start_training(
+        self, rollout_id: int, data_refs: list[Box], external_data: Sequence[ray.ObjectRef] | None
+    ) -> dict[str, ray.ObjectRef]:
+        if external_data is None:
+            return self._call("train", rollout_id, data_refs)
+        ranks = zip(self._actors, external_data, strict=True)
+        return {
+            self._name(rank): actor.train.remote(rollout_id, data_refs, data)
+            for rank, (actor, data) in enumerate(ranks)
+        }
+
     def _wait(self, method: str, *arguments: Any, doing: str) -> dict[str, float]:
         return merge_metrics(list(wait_for(self._call(method, *arguments), doing, CALL_TIMEOUT_S).values()))
 
@@ -133,7 +160,7 @@ class RayTrainGroup:
         )
 
     def _name(self, rank: int) -> str:
-        return f"trainer rank {rank}"
+        return f"{'critic' if self.role == 'critic' else 'trainer'} rank {rank}"
 
 
 def trainer_env(args: Namespace) -> dict[str, str]:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_placement_groups(args: Namespace) -> dict[str, Placement]:
-    """The slots of the trainers ("actor") and of the engines ("rollout"), reserved in one placement group.
+    """The slots of the trainers ("actor"; a "critic" shares them) and of the engines ("rollout"), in one group.
 
     Raises TimeoutError if Ray has enough devices in all but does not hand them over within args.ray_startup_timeout.
     """
@@ -29,8 +29,10 @@ def create_placement_groups(args: Namespace) -> dict[str, Placement]:
     everything = _reserve(args, total)
     trains = not args.debug_rollout_only
     generates = not (args.debug_train_only or args.load_debug_rollout_data)
+    trainers = everything.part(0, args.actor_num_nodes * args.actor_num_gpus_per_node if trains else 0)
     return {
-        "actor": everything.part(0, args.actor_num_nodes * args.actor_num_gpus_per_node if trains else 0),
+        "actor": trainers,
+        "critic": trainers,
         "rollout": everything.part(offset, (args.rollout_num_gpus or 0) if generates else 0),
     }
 
@@ -46,12 +48,14 @@ def create_rollout_manager(args: Namespace, placement: Placement) -> tuple[Rollo
 
 def create_training_models(
     args: Namespace, placements: dict[str, Placement], manager: RolloutClient
-) -> tuple[RayTrainGroup, int]:
+) -> tuple[RayTrainGroup, RayTrainGroup | None, int]:
     """Starts the trainers, waits for them and for the engines, and introduces them to each other.
 
-    Returns (trainers, id of the first rollout to run). Trainers and engines start side by side, except where they
-    share GPUs: there an engine sizes its cache by the free memory, so it goes first and then makes room.
-    Raises whatever stops a trainer or an engine from starting.
+    Returns (actor, critic or None, id of the first rollout to run). Trainers and engines start side by side, except
+    where they share GPUs: there an engine sizes its cache by the free memory, so it goes first and then makes room,
+    and a critic starts once the actor has made room.
+
+    Raises ValueError when actor and critic do not fit: other layouts, or checkpoints of other rollouts.
     """
     shares_gpus = args.colocate and args.accelerator == "cuda"
     if shares_gpus:
@@ -60,17 +64,51 @@ def create_training_models(
             manager.offload()
     with_ref = args.kl_coef != 0 or args.use_kl_loss
     actor = RayTrainGroup(args, placements["actor"], role="actor", with_ref=with_ref)
+    critic = _critic(args, placements)
     waited_for = actor.start() | ({} if shares_gpus else manager.starting())
+    if critic is not None and args.accelerator == "cpu":
+        waited_for |= critic.start()
     started = wait_for(waited_for, "starting trainers and engines")
     loaded_rollout_id = actor.started(started)
-    start_rollout_id = loaded_rollout_id if args.start_rollout_id is None else args.start_rollout_id
+    if critic is not None:
+        if args.accelerator == "cuda":
+            started = wait_for(critic.start(), "starting the critic")
+        loaded_rollout_id = _first_rollout(args, loaded_rollout_id, critic.started(started))
+        if critic.parallel_config != actor.parallel_config:
+            raise ValueError(
+                f"the actor is laid out as {actor.parallel_config}, the critic as {critic.parallel_config}: "
+                "take what differs out of the critic's overrides in --megatron-config-path"
+            )
+    start_rollout_id = loaded_rollout_id if args.start_rollout_id is None or critic else args.start_rollout_id
 
     if actor.parallel_config is not None:
         manager.set_train_parallel_config(actor.parallel_config)
     if args.rollout_global_dataset and start_rollout_id > 0:
         manager.load(start_rollout_id - 1)
     actor.connect_engines(manager.engines())
-    return actor, start_rollout_id
+    return actor, critic, start_rollout_id
+
+
+def _critic(args: Namespace, placements: dict[str, Placement]) -> RayTrainGroup | None:
+    """The critic's trainers, if there is one and it trains; not started."""
+    if args.critic_args is None or args.num_rollout == 0 or args.debug_rollout_only:
+        return None
+    settings = args.critic_args.replace(num_rollout=args.num_rollout)  # epochs have become rollouts by now
+    return RayTrainGroup(settings, placements["critic"], role="critic")
+
+
+def _first_rollout(args: Namespace, actor: int, critic: int) -> int:
+    """The first rollout to run, by the first ones that the roles would train on by their checkpoints.
+
+    One of them may be new: the critic, or the actor as long as only the critic trains. Raises ValueError otherwise.
+    """
+    if actor == critic or critic == 0 or (actor == 0 and critic <= args.num_critic_only_steps):
+        return max(actor, critic)
+    raise ValueError(
+        f"the actor's checkpoint continues at rollout {actor}, the critic's at {critic} (--num-critic-only-steps "
+        f"{args.num_critic_only_steps}): give both a checkpoint of the same rollout (--ckpt-step, or load and "
+        "ckpt_step of the roles in --megatron-config-path), or say where to continue with --start-rollout-id"
+    )
 
 
 def sort_key(node: str, gpu_id: int | str) -> tuple:

@@ -81,9 +81,18 @@ class TrainRayActor:
         )
         return TrainerReport(self._trainer.start_rollout_id, self._trainer.parallel_config)
 
-    def train(self, rollout_id: int, data_refs: list[Box]) -> dict[str, float] | None:
-        """Trains on this rank's share of the rollout; metrics on the main rank, None elsewhere."""
-        return self._trainer.train(rollout_id, ray.get(data_refs[self._trainer.dp_rank].inner))
+    def train(
+        self, rollout_id: int, data_refs: list[Box], critic_data: dict[str, Any] | None = None
+    ) -> dict[str, float] | None:
+        """Trains on this rank's share of the rollout; metrics on the main rank, None elsewhere.
+
+        critic_data: the `values` of the same rank of the critic.
+        """
+        return self._trainer.train(rollout_id, ray.get(data_refs[self._trainer.dp_rank].inner), critic_data)
+
+    def values(self) -> dict[str, Any]:
+        """A critic's values of the rollout it trained on last, from before."""
+        return self._trainer.values()
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> dict[str, float] | None:
         """Collective; metrics on the main rank."""

@@ -257,12 +257,18 @@ def _output(args: Namespace, data_source: DataSource, selection: _Selection) -> 
             "rollout %s, %s sample: %s | label: %s | reward: %s",
             selection.state.rollout_id,
             name,
-            [f"{sample.prompt}{sample.response}"],
+            [_shortened(f"{sample.prompt}{sample.response}")],
             str(sample.label)[:100],
             sample.reward,
         )
     selection.state.reset(rollout_id=None)
     return RolloutFnTrainOutput(samples=kept, metrics=dict[str, Any](selection.metrics))
+
+
+def _shortened(text: str, ends: int = 400) -> str:
+    """For the log: beginning and end of a text that is long, and how much lies between."""
+    between = len(text) - 2 * ends
+    return text if between <= 0 else f"{text[:ends]} ... {between:,} characters ... {text[-ends:]}"
 
 
 def _first_index(group: list) -> int:

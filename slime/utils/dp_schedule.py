@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from slime.utils.flops_utils import fwd_flops_per_sample
+from slime.utils.flops import flops_of_sequences
 from slime.utils.seqlen_balancing import balanced_partitions
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def build_dp_schedule(
     steps = _group_into_steps(rollout_indices, global_batch_size)
     flops = None
     if args.balance_data or args.balance_by_flops:
-        flops = fwd_flops_per_sample(total_lengths, args)
+        flops = flops_of_sequences(total_lengths, args)
 
     partitions: list[list[int]] = [[] for _ in range(dp_size)]
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]

@@ -1,10 +1,14 @@
 """Time to schedule large rollouts. Run: python tests/benchmarks/bench_dp_schedule.py"""
 
 import random
+import sys
 import time
-from argparse import Namespace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from slime.utils.dp_schedule import build_dp_schedule
+from tests.helpers.shape_args import shape_args
 
 ARGS = {
     "use_dynamic_batch_size": True,
@@ -18,10 +22,9 @@ ARGS = {
     "kv_channels": 128,
     "group_query_attention": True,
     "num_query_groups": 8,
-    "multi_latent_attention": False,
     "ffn_hidden_size": 12288,
     "swiglu": True,
-    "num_experts": None,
+    "add_bias_linear": False,
     "vocab_size": 151936,
 }
 LAYOUT = {"dp_size": 16, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
@@ -31,7 +34,7 @@ def seconds(samples: int, steps: int, **flags: bool) -> float:
     """Best of three, lengths uniform in 10..8000."""
     rng = random.Random(0)
     lengths = [rng.randint(10, 8000) for _ in range(samples)]
-    args, ids, best = Namespace(**{**ARGS, **flags}), list(range(samples)), float("inf")
+    args, ids, best = shape_args(**{**ARGS, **flags}), list(range(samples)), float("inf")
     for _ in range(3):
         start = time.perf_counter()
         build_dp_schedule(args, LAYOUT, lengths, global_batch_size=samples // steps, rollout_indices=ids)

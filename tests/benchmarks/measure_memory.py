@@ -259,13 +259,21 @@ def _model_groups(part: Any) -> Iterator[list[Any]]:
 
 @contextmanager
 def watched_loss(meter: Meter, kept: dict[Any, Any]) -> Iterator[dict[str, int]]:
-    """Notes what is allocated when the loss begins (activations and logits), and the logits' own bytes."""
+    """Notes what is allocated when the loss begins, and the bytes of logits among it (0 where losses make them)."""
+    import torch
+
     from slime.backends.megatron_utils import model
 
     original, seen = model.loss_function, {"at_loss": 0, "logits": 0}
 
     def loss_function(*args: Any) -> Any:
-        seen["at_loss"], seen["logits"] = meter.now(), args[-1].nbytes
+        scores = args[-1]
+        seen["at_loss"] = meter.now()
+        if isinstance(scores, torch.Tensor):
+            seen["logits"] = scores.nbytes
+        elif not scores.hidden.is_cuda:  # the head's input, which the loss is about to keep for backward
+            storage = scores.hidden.untyped_storage()
+            kept[storage.data_ptr()] = storage
         kept.setdefault("stop", None)
         return original(*args)
 

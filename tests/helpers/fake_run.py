@@ -115,9 +115,12 @@ class FakeTrainer:
     def connect_engines(self, engines):
         self._calls.append(("connect_engines", [engine.url for engine in engines]))
 
-    def train(self, rollout_id, data_refs):
-        self._calls.append(("train", rollout_id, len(data_refs)))
+    def train(self, rollout_id, data_refs, critic_data=None):
+        self._calls.append(("train", rollout_id, len(data_refs), *([critic_data] if critic_data else [])))
         return self._report({"train/loss": float(rollout_id)})
+
+    def values(self):
+        return {"values": [float(self._rank)]}
 
     def save_model(self, rollout_id, force_sync=False):
         self._calls.append(("save_model", rollout_id, force_sync))

@@ -6,6 +6,7 @@ from slime.utils.arguments.namespace import Args
 SMALL_RUN = {
     "accelerator": "cpu",
     "actor_num_gpus_per_node": 2,
+    "critic_args": None,
     "data_source_path": "slime.rollout.data_source.RolloutDataSource",
     "engine_start_timeout": 60.0,
     "eval_function_path": "tests.helpers.fake_run.evaluate",

@@ -150,6 +150,22 @@ TINY_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         | _INDEXER
         | {"index_topk_freq": 4, "index_skip_topk_offset": 3, "indexer_rope_interleave": False},
     ),
+    # GLM-5.2: layers 0, 1, 2 and 6 choose tokens, 3 to 5 and 7 reuse the choice before them
+    "glm5_2": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        _UNTIED
+        | _LATENT
+        | _EXPERTS
+        | _INDEXER
+        | {
+            "num_hidden_layers": 8,
+            "rms_norm_eps": 1e-5,
+            "index_topk_freq": 4,
+            "index_skip_topk_offset": 3,
+            "indexer_rope_interleave": True,
+        },
+    ),
     "qwen3_next": (
         "Qwen3NextConfig",
         "Qwen3NextForCausalLM",

@@ -73,6 +73,7 @@ _DEFAULTS: dict[str, Any] = {
     "rollout_temperature": 1.0,
     "rollout_top_p": 1.0,
     "allgather_cp": False,
+    "enable_mtp_training": False,
     "only_train_params_name_list": None,
     "freeze_params_name_list": None,
     "save_debug_train_data": None,

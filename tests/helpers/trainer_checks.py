@@ -79,8 +79,27 @@ def check_sft_learns(hf: str, scratch: Path) -> None:
     assert all(isinstance(value, float) for value in metrics.values())
     for key in ("perf/train_time", "perf/actor_train_time", "perf/train_wait_time", "perf/actor_train_tok_per_s"):
         assert metrics[key] > 0, key
+    assert (
+        metrics["perf/actor_train_tflops"] > 0 and "perf/actor_train_mfu" not in metrics
+    )  # nobody knows a CPU's peak
     assert metrics["rollout/response_lengths"] == sum(data["response_lengths"]) / 8
     assert str(before) == str(share), "the rollout data were changed in place"
+
+
+def check_speed_is_the_models_operations_over_time(hf: str, scratch: Path) -> None:
+    """A device, of two; only response tokens pass the head; against the peak of the device's name."""
+    from slime.backends.megatron_utils.arguments import build_megatron_args
+    from slime.backends.megatron_utils.train_metrics import performance_metrics
+    from slime.utils.flops import ModelFlops
+    from slime.utils.model_shape import ModelShape
+
+    args = build_megatron_args(trainer_args("qwen3", hf), 0, 2)
+    flops = ModelFlops.of(ModelShape.from_args(args))
+    metrics = performance_metrics(args, {"actor_train": 4.0, "log_probs": 0.5}, [10, 20], 12, "NVIDIA H200")
+    assert metrics["perf/log_probs_tflops"] == flops.forward([10, 20], 12) / 2 / 0.5 / 1e12
+    assert metrics["perf/actor_train_tflops"] == 3 * flops.forward([10, 20], 12) / 2 / 4 / 1e12
+    assert metrics["perf/actor_train_mfu"] == metrics["perf/actor_train_tflops"] / 989
+    assert metrics["perf/actor_train_tok_per_s"] == 30 / 2 / 4
 
 
 def check_log_probs_equal_transformers(hf: str, scratch: Path) -> None:

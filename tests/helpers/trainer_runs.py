@@ -73,11 +73,13 @@ def hf_weights(trainer: Any) -> dict[str, Any]:
     return {name: array for part in everyone for name, array in part.items()}
 
 
-def run_layouts(rank: int, world_size: int, hf: str, layouts: dict[str, tuple[list[str], dict[str, Any]]]) -> dict:
+def run_layouts(
+    rank: int, world_size: int, hf: str, layouts: dict[str, tuple[list[str], dict[str, Any]]], model: str = "qwen3"
+) -> dict:
     """Per layout (Megatron flags, namespace values): metrics of two GRPO rollouts and the weights after them."""
     results = {}
     for name, (flags, values) in layouts.items():
-        args = trainer_args("qwen3", hf, *SMOOTH_ADAM, *flags, ref_load=hf, **(GRPO | values))
+        args = trainer_args(model, hf, *SMOOTH_ADAM, *flags, ref_load=hf, **(GRPO | values))
         with open_trainer(args, rank, world_size, with_ref=True) as trainer:
             metrics = train_rollouts(trainer, range(2))
             results[name] = (metrics, hf_weights(trainer))

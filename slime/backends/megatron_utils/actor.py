@@ -5,11 +5,13 @@ Knows nothing of Ray. Megatron is imported in the constructor, after the acceler
 
 import contextlib
 import logging
+import re
 import time
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from slime.utils.accelerator import get_accelerator
@@ -21,11 +23,13 @@ logger = logging.getLogger(__name__)
 class MegatronTrainer:
     """The trainer on one rank. All methods are collective: every rank calls them in the same order.
 
-    args: the driver's namespace. init_method: "tcp://host:port" of rank 0; may be left out when this process is in a
-    default process group already (it is then used and left alone at `close`). with_ref: also keep a reference model.
+    args: the driver's namespace, or for the role "critic" the critic_args in it. init_method: "tcp://host:port" of
+    rank 0; may be left out when this process is in a default process group already (it is then used and left alone at
+    `close`). with_ref: also keep a reference model.
 
     Attributes: start_rollout_id, the first rollout to train; parallel_config, what the schedule of micro-batches
-    needs to know; dp_rank; is_main_rank, whether this rank returns metrics.
+    needs to know; dp_rank; is_main_rank, whether this rank returns metrics. A critic's are called
+    train/critic-<name> and perf/critic-<name>.
     """
 
     def __init__(
@@ -38,8 +42,11 @@ class MegatronTrainer:
         with_ref: bool = False,
         init_method: str | None = None,
     ) -> None:
-        if role != "actor":
-            raise ValueError(f"role {role!r} is not supported, only 'actor'")
+        if role not in ("actor", "critic") or (role == "critic") != (args.loss_type == "value_loss"):
+            raise ValueError(
+                f"role {role!r} with loss_type {args.loss_type!r}: a critic, and it alone, has value_loss"
+            )
+        self._role = role
         self._accelerator = get_accelerator(args.accelerator)
         self._accelerator.prepare_trainer()
         self._accelerator.set_device(local_rank)
@@ -67,6 +74,7 @@ class MegatronTrainer:
         from megatron.core import mpu
 
         from slime.backends.megatron_utils.checkpoint import load_checkpoint, resolve_load
+        from slime.backends.megatron_utils.critic import CriticCore
         from slime.backends.megatron_utils.initialize import is_megatron_main_rank
         from slime.backends.megatron_utils.model import setup_model_and_optimizer
         from slime.backends.megatron_utils.train_metrics import PhaseTimes
@@ -76,7 +84,8 @@ class MegatronTrainer:
         self._state = setup_model_and_optimizer(self.args)
         self.start_rollout_id = load_checkpoint(self.args, self._state, source)
         self._times = PhaseTimes(self._accelerator.synchronize)
-        self._core = TrainerCore(self.args, self._state, self._accelerator.device(local_rank), self._times)
+        core = CriticCore if self._role == "critic" else TrainerCore
+        self._core: Any = core(self.args, self._state, self._accelerator.device(local_rank), self._times)
         if with_ref:
             self._core.load_reference()
         self.dp_rank = mpu.get_data_parallel_rank()
@@ -93,10 +102,22 @@ class MegatronTrainer:
             ),
         }
 
-    def train(self, rollout_id: int, rollout_data: dict[str, Any]) -> dict[str, float] | None:
-        """Train on this data-parallel rank's share of a rollout; metrics on the main rank, None elsewhere."""
+    def train(
+        self, rollout_id: int, rollout_data: dict[str, Any], critic_data: dict[str, Any] | None = None
+    ) -> dict[str, float] | None:
+        """Train on this data-parallel rank's share of a rollout; metrics on the main rank, None elsewhere.
+
+        critic_data: what the critic's `values` gave on the same rank; an actor with a critic needs it.
+        """
         with self._awake():
-            return self._core.train(rollout_id, rollout_data)
+            if self._role == "actor":
+                return self._core.train(rollout_id, rollout_data, critic_data)
+            metrics = self._core.train(rollout_id, rollout_data)
+        return metrics and of_critic(metrics)
+
+    def values(self) -> dict[str, list[np.ndarray]]:
+        """The critic's values of the rollout it trained on last, as they were before: see `CriticCore`."""
+        return self._core.values
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> dict[str, float] | None:
         """Save to --save (Megatron format) and --save-hf, whichever are given. Saving is synchronous in any case."""
@@ -187,7 +208,14 @@ class MegatronTrainer:
             yield
 
     def _main(self, metrics: dict[str, float]) -> dict[str, float] | None:
-        return metrics if self.is_main_rank else None
+        if not self.is_main_rank:
+            return None
+        return of_critic(metrics) if self._role == "critic" else metrics
+
+
+def of_critic(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics under the names they have for a critic: beside an actor's, train/x is train/critic-x."""
+    return {re.sub("^(train|perf)/", r"\1/critic-", name): value for name, value in metrics.items()}
 
 
 def _preloaded_memory_saver() -> Any:
@@ -199,4 +227,6 @@ def _preloaded_memory_saver() -> Any:
     from torch_memory_saver import torch_memory_saver
 
     torch_memory_saver.hook_mode = "preload"
+    # Pinned host memory is slow to get: half a second a GB, at each sleep, unless it is kept.
+    torch_memory_saver.retain_cpu_backup = True
     return torch_memory_saver

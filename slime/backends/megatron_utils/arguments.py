@@ -14,6 +14,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from slime.backends.megatron_utils import dsa_kernels
+
 logger = logging.getLogger(__name__)
 
 _SIMPLE = (bool, int, float, str)
@@ -113,7 +115,8 @@ def _fill_defaults(megatron: Namespace, args: Namespace, rank: int, world_size: 
     megatron.ckpt_fully_parallel_load = True
     megatron.dist_ckpt_optim_fully_reshardable = True
     megatron.attention_dropout = megatron.hidden_dropout = 0.0
-    if args.allgather_cp:
+    megatron.mtp_detach_heads = True
+    if args.allgather_cp or megatron.experimental_attention_variant == "dsa":
         megatron.cp_comm_type = ["all_gather"]
 
     # A shape hint only: micro-batches are packed and of variable length. It must fit the positions and divide by CP.
@@ -124,6 +127,9 @@ def _fill_defaults(megatron: Namespace, args: Namespace, rank: int, world_size: 
         megatron.max_position_embeddings = megatron.seq_length
     if megatron.multi_latent_attention:
         _fill_latent_attention(megatron)
+    if megatron.experimental_attention_variant == "dsa":
+        asked = any(token.split("=")[0] == dsa_kernels.FLAG for token in args.megatron_argv)
+        megatron.dsa_kernel_backend = dsa_kernels.choose_kernels(megatron, args.accelerator, asked)
     if megatron.tokenizer_model is None:
         megatron.tokenizer_type, megatron.tokenizer_model = "HuggingFaceTokenizer", args.hf_checkpoint
 

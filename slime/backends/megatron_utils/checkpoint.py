@@ -10,7 +10,6 @@ import io
 import logging
 import os
 import queue
-import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
@@ -28,13 +27,14 @@ from megatron.core.utils import unwrap_model
 from megatron.training import checkpointing
 
 from slime.backends.megatron_utils.arguments import megatron_only
+from slime.backends.megatron_utils.critic_head import loading_value_head
 from slime.backends.megatron_utils.hf_checkpoint import load_hf_weights
 from slime.backends.megatron_utils.initialize import megatron_args
 from slime.backends.megatron_utils.model import TrainState
+from slime.backends.megatron_utils.mtp import require_prediction_layers
+from slime.utils.arguments.hf_config import TRACKER, is_hf_checkpoint, megatron_checkpoint
 
 logger = logging.getLogger(__name__)
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,12 @@ class CheckpointSource:
 
 
 def find_source(path: str | None, step: int | None = None, resume: bool = False) -> CheckpointSource | None:
-    """What lies at `path`: a Megatron checkpoint directory, one of its iter_<n> directories, HF weights, or None."""
-    if path is None:
-        return None
-    directory = Path(path)
-    if (directory / TRACKER).is_file():
-        return CheckpointSource(directory, "megatron", step, resume)
-    if re.fullmatch(r"iter_\d{7}", directory.name) and directory.is_dir():
-        return CheckpointSource(directory.parent, "megatron", int(directory.name[5:]), resume)
-    if (directory / "config.json").is_file():
-        return CheckpointSource(directory, "hf", None, False)
+    """What lies at `path`: a Megatron checkpoint directory, a checkpoint in one, HF weights, or None."""
+    if (found := megatron_checkpoint(path)) is not None:
+        directory, iteration = found
+        return CheckpointSource(directory, "megatron", step if iteration is None else iteration, resume)
+    if is_hf_checkpoint(path):
+        return CheckpointSource(Path(path), "hf", None, False)
     return None
 
 
@@ -111,10 +107,18 @@ def _load_megatron(args: Namespace, state: TrainState, source: CheckpointSource)
         view.finetune = view.no_load_optim = view.no_load_rng = True
     if state.optimizer is None:
         view.no_load_optim = True
+    require_prediction_layers(args, _directory(source))
     # In fp32 the optimizer's shards are views of the weights: they may be written only without gradient tracking.
-    with megatron_args(view), torch.no_grad(), _stdout_to_log():
+    head = loading_value_head(state.model, _directory(source), not view.finetune)
+    with head, megatron_args(view), torch.no_grad(), _stdout_to_log():
         iteration, _ = checkpointing.load_checkpoint(state.model, state.optimizer, state.scheduler)
     return iteration
+
+
+def _directory(source: CheckpointSource) -> Path:
+    """Where the files of a Megatron checkpoint are."""
+    newest = (source.path / TRACKER).read_text().strip() if source.step is None else ""
+    return source.path / ("release" if newest == "release" else f"iter_{int(newest or source.step):07d}")
 
 
 def save_checkpoint(args: Namespace, state: TrainState, rollout_id: int) -> Path:

@@ -5,7 +5,6 @@ logit at position t scores token t+1. "Canonical" per-token values: a rank's res
 """
 
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,19 +47,6 @@ def get_parallel_state() -> ParallelState:
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
         is_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=True),
     )
-
-
-def require_zigzag(args: Namespace, parallel: ParallelState) -> None:
-    """Raise NotImplementedError for sparse attention over several ranks, whose layout the losses do not know.
-
-    Its queries must be one contiguous piece of the packed stream. Elsewhere --allgather-cp only chooses how keys and
-    values are exchanged, and the layout stays zigzag.
-    """
-    if args.experimental_attention_variant == "dsa" and parallel.cp_size > 1:
-        raise NotImplementedError(
-            f"sparse attention with --context-parallel-size {parallel.cp_size}: the losses know only the zigzag "
-            "layout; use --context-parallel-size 1"
-        )
 
 
 def get_logits_and_tokens_offset_with_cp(

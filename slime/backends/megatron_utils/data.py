@@ -95,16 +95,20 @@ class DataIterator:
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         """Per key the values of the next micro-batch's samples (None where the data lacks the key)."""
-        indices = self.micro_batch_indices[self._next]
         self._next += 1
-        batch: dict[str, Any] = {}
-        for key in keys:
-            column = self.rollout_data.get(key)
-            batch[key] = None if column is None else [column[i] for i in indices]
-        return batch
+        return self._columns(keys, self.micro_batch_indices[self._next - 1])
+
+    def peek(self, keys: Sequence[str], count: int) -> dict[str, Any]:
+        """Per key the values of all samples of the next `count` micro-batches; the iterator stays where it is."""
+        batches = self.micro_batch_indices[self._next : self._next + count]
+        return self._columns(keys, [index for indices in batches for index in indices])
 
     def reset(self) -> None:
         self._next = 0
+
+    def _columns(self, keys: Sequence[str], indices: Sequence[int]) -> dict[str, Any]:
+        columns = {key: self.rollout_data.get(key) for key in keys}
+        return {key: None if column is None else [column[i] for i in indices] for key, column in columns.items()}
 
 
 def make_data_iterators(rollout_data: dict[str, Any]) -> list[DataIterator]:

@@ -16,6 +16,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
@@ -23,15 +24,16 @@ from megatron.training.training import get_megatron_optimizer_config, get_model
 from torch import Tensor
 
 from slime.backends.megatron_utils.data import FORWARD_KEYS, TRAIN_KEYS, DataIterator, get_batch
+from slime.backends.megatron_utils.indexer_loss import count_real_tokens_only, indexer_metrics, trains_indexers
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
+from slime.backends.megatron_utils.mtp import PredictionLoss
+from slime.backends.megatron_utils.output_head import HeadScores, head_scores, mask_padded_vocabulary
 from slime.backends.megatron_utils.schedule import Schedule, make_schedule
 from slime.backends.megatron_utils.train_metrics import reduce_step_metrics
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
-
-_NO_LOGIT = -1e9
 
 
 @dataclass
@@ -92,7 +94,7 @@ def forward_only(
 ) -> dict[str, list[Tensor]]:
     """Run all micro-batches of a rollout once without gradients and collect per-sample results.
 
-    `function(logits, args=, unconcat_tokens=, total_lengths=, response_lengths=, with_entropy=, ...)` returns an
+    `function(scores, args=, unconcat_tokens=, total_lengths=, response_lengths=, with_entropy=, ...)` returns an
     ignored tensor and a dict of per-sample lists. Returns that dict over all samples, in sample order, keys prefixed
     with `store_prefix`; empty except on the last pipeline stage.
     """
@@ -149,8 +151,14 @@ def train_one_step(
         hook = load_function(args.custom_megatron_before_train_step_hook_path)
         hook(args, rollout_id, step_id, state.model, state.optimizer, state.scheduler)
 
+    predictions = PredictionLoss(args, iterators[-1], num_microbatches) if args.enable_mtp_training else None
+
     def forward_step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = get_batch(iterator, TRAIN_KEYS, args.data_pad_size_multiplier)
+        if predictions is not None:
+            batch["model_kwargs"] |= predictions.arguments(batch)
+        if trains_indexers(args):
+            count_real_tokens_only(batch)
         batch["step_name"] = f"rollout {rollout_id} step {step_id}"
         return _forward(args, chunk, batch), partial(
             loss_function, args, batch, num_microbatches, step_global_batch_size
@@ -166,6 +174,10 @@ def train_one_step(
     metrics = {}
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
         metrics = reduce_step_metrics(losses, step_global_batch_size, args.calculate_per_token_loss)
+        if predictions is not None:
+            metrics |= predictions.metrics(state.optimizer)
+    if trains_indexers(args):
+        metrics |= indexer_metrics(args, num_microbatches)
     metrics["grad_norm"] = float(grad_norm or 0.0)  # None without clipping
     metrics["update_skipped"] = float(not updated)
     for index, group in enumerate(state.optimizer.param_groups):
@@ -173,8 +185,15 @@ def train_one_step(
     return metrics
 
 
-def _forward(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Logits [1, T, padded vocabulary / tp] on the last stage, hidden states before it."""
+def _forward(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -> Tensor | HeadScores:
+    """Next-token scores on the last stage, hidden states before it.
+
+    Scores are HeadScores; logits [1, T, padded vocabulary / tp] of a model that is no GPTModel, or whose head is no
+    plain matrix; and a critic's own output.
+    """
+    model, kwargs = unwrap_model(chunk), {}
+    if isinstance(model, GPTModel) and args.loss_type != "value_loss":
+        kwargs["output_processor"] = head_scores(args.vocab_size, args.overlap_grad_reduce)
     output = chunk(
         input_ids=batch["tokens"],
         position_ids=None,
@@ -182,21 +201,11 @@ def _forward(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -> 
         labels=None,
         packed_seq_params=batch["packed_seq_params"],
         **batch["model_kwargs"],
+        **kwargs,
     )
-    if unwrap_model(chunk).post_process:
-        _mask_padded_vocabulary(args, output)
+    if model.post_process and isinstance(output, Tensor):
+        mask_padded_vocabulary(output, args.vocab_size)
     return output
-
-
-@torch.no_grad()
-def _mask_padded_vocabulary(args: Namespace, logits: Tensor) -> None:
-    """Take the columns that only pad the vocabulary out of every softmax, in place: the engines do not have them.
-
-    Their gradient is zero then. The fill is hidden from autograd, which would copy the whole gradient for it; the
-    output layer does not need its own output for backward. Finite, because entropies multiply it by probability zero.
-    """
-    first_padded = args.vocab_size - mpu.get_tensor_model_parallel_rank() * logits.size(-1)
-    logits.detach()[..., max(first_padded, 0) :].fill_(_NO_LOGIT)
 
 
 def _run_schedule(

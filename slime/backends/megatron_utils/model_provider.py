@@ -17,10 +17,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 from torch import nn
 
+from slime.backends.megatron_utils.critic_head import attach_value_head, is_critic
 from slime.backends.megatron_utils.layer_specs import decoder_block_spec
+from slime.backends.megatron_utils.mtp import PredictingModel
 from slime.utils.misc import load_function
 
 logger = logging.getLogger(__name__)
+
+SPARSE_ATTENTION = "slime_plugins.models.glm5.glm5.get_glm5_spec"  # for --experimental-attention-variant dsa
 
 
 def get_model_provider_func(
@@ -30,8 +34,8 @@ def get_model_provider_func(
 
     `--custom-model-provider-path` (called with the keywords pre_process, post_process, and vp_stage if it takes it)
     wins over `--spec module name`, whose function gets `(args, config, vp_stage)` and returns a layer spec or such a
-    provider. Parameters that `--freeze-params-name-list` / `--only-train-params-name-list` exclude are frozen before
-    DDP sees them.
+    provider. Parameters that `--freeze-params-name-list` / `--only-train-params-name-list` exclude, and without
+    --enable-mtp-training those of multi-token-prediction layers, are frozen before DDP sees them.
     """
 
     def provider(
@@ -43,6 +47,10 @@ def get_model_provider_func(
     ) -> nn.Module:
         model = _build(args, config or transformer_config, pre_process, post_process, vp_stage)
         freeze_parameters(args, model)
+        if hasattr(model, "mtp") and not args.enable_mtp_training:
+            model.mtp.requires_grad_(False)
+        if is_critic(args):
+            attach_value_head(args, model, post_process)
         return model
 
     return provider
@@ -56,8 +64,8 @@ def freeze_parameters(args: Namespace, model: nn.Module) -> None:
     frozen = 0
     for name, param in model.named_parameters():
         trained = any(re.search(p, name) for p in only) if only else not any(re.search(p, name) for p in freeze)
-        param.requires_grad_(trained)
-        frozen += not trained
+        param.requires_grad_(trained and param.requires_grad)  # the layers may have frozen it: an untrained indexer
+        frozen += not param.requires_grad
     logger.info("froze %d of %d parameters of this pipeline stage", frozen, len(list(model.parameters())))
 
 
@@ -74,12 +82,14 @@ def _build(
         spec = made(args, config, vp_stage) if callable(made) else made
         if callable(spec) and "pre_process" in inspect.signature(spec).parameters:
             return _call_provider(spec, pre_process, post_process, vp_stage)
+    elif config.experimental_attention_variant == "dsa":
+        spec = load_function(SPARSE_ATTENTION)(args, config, vp_stage)
     elif config.experimental_attention_variant is not None:
         spec = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
     else:
         spec = decoder_block_spec(config, vp_stage)
 
-    return GPTModel(
+    return (PredictingModel if config.mtp_num_layers else GPTModel)(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
@@ -106,6 +116,7 @@ def _prediction_layers(config: TransformerConfig, spec: Any, vp_stage: int | Non
     """
     if not config.mtp_num_layers:
         return None
+    spec = getattr(spec, "prediction_layer", None) or spec
     return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage)
 
 

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from megatron.core import mpu
 
 from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
-from slime.utils.flops_utils import calculate_fwd_flops
+from slime.backends.megatron_utils.indexer_loss import trains_indexers
+from slime.utils.flops import ModelFlops, peak_tflops
+from slime.utils.model_shape import ModelShape, ShapeError
 
 logger = logging.getLogger(__name__)
 
@@ -117,20 +119,45 @@ class PhaseTimes:
 
 
 def performance_metrics(
-    args: Namespace, seconds: dict[str, float], all_lengths: Sequence[int], world_size: int
+    args: Namespace,
+    seconds: dict[str, float],
+    all_lengths: Sequence[int],
+    response_tokens: int,
+    device_name: str | None,
 ) -> dict[str, float]:
-    """`perf/*` of one training pass: phase times (s), model TFLOP/s per device, tokens/s per device.
+    """`perf/*` of one training pass: phase times (s), model TFLOP/s and tokens/s per device, share of its peak (MFU).
 
-    all_lengths: total lengths of the whole batch. A backward pass counts as two forward passes.
+    all_lengths: total lengths of the whole batch, and response_tokens in it: only these pass the head. Operations are
+    those the model needs (`ModelFlops`): recomputation takes time and counts nothing. device_name: None on a CPU; MFU
+    is left out for a device whose peak is not known.
     """
+    world_size = args.world_size
     metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
-    forward = calculate_fwd_flops(all_lengths, args) / world_size / 1e12
-    for name, passes in (("log_probs", 1), ("ref_log_probs", 1), ("actor_train", 3)):
+    for name, flops in _pass_flops(args, all_lengths, response_tokens).items():
         if seconds.get(name):
-            metrics[f"perf/{name}_tflops"] = passes * forward / seconds[name]
+            metrics[f"perf/{name}_tflops"] = flops / world_size / seconds[name] / 1e12
+    peak = peak_tflops(device_name) if device_name else None
+    if peak and "perf/actor_train_tflops" in metrics:
+        metrics["perf/actor_train_mfu"] = metrics["perf/actor_train_tflops"] / peak
     if seconds.get("actor_train"):
         metrics["perf/actor_train_tok_per_s"] = sum(all_lengths) / world_size / seconds["actor_train"]
     if "train_wait" in seconds and "train" in seconds:
         metrics["perf/step_time"] = seconds["train_wait"] + seconds["train"]
         metrics["perf/wait_time_ratio"] = seconds["train_wait"] / metrics["perf/step_time"]
     return metrics
+
+
+def _pass_flops(args: Namespace, all_lengths: Sequence[int], response_tokens: int) -> dict[str, int]:
+    """Operations of each pass over the batch; none for a model whose arguments do not say what it is made of."""
+    try:
+        model = ModelFlops.of(ModelShape.from_args(args))
+    except ShapeError as error:
+        logger.info("no FLOPs are counted: %s", error)
+        return {}
+    depths = (args.mtp_num_layers or 0) if args.enable_mtp_training else 0
+    forward = model.forward(all_lengths, response_tokens)
+    return {
+        "log_probs": forward,
+        "ref_log_probs": forward,
+        "actor_train": model.training(all_lengths, response_tokens, depths, trains_indexers(args)),
+    }

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import mpu
 
@@ -50,6 +51,27 @@ def log_probs_reusable(args: Namespace, num_steps: int) -> bool:
     )
 
 
+def optimizer_steps(
+    args: Namespace, state: TrainState, rollout_id: int, data: dict[str, Any]
+) -> list[dict[str, float]]:
+    """All optimizer steps on one rollout's prepared data; the metrics of each (see `train_one_step`)."""
+    iterators = make_data_iterators(data)
+    steps = []
+    for step_id, (count, batch_size) in enumerate(
+        zip(data["num_microbatches"], data["global_batch_sizes"], strict=True)
+    ):
+        step = train_one_step(args, state, iterators, count, batch_size, rollout_id, step_id)
+        logger.debug("rollout %d step %d: %s", rollout_id, step_id, {k: round(v, 6) for k, v in step.items()})
+        steps.append(step)
+        if args.overlap_param_gather and step_id == 0:
+            for chunk in state.model:  # from here on the next forward gathers the updated weights
+                chunk.enable_forward_pre_hook()
+    if args.overlap_param_gather:
+        for chunk in state.model:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    return steps
+
+
 class TrainerCore:
     """The actor's weights and what is done to them in a rollout.
 
@@ -79,8 +101,13 @@ class TrainerCore:
         self.backuper.backup("ref")
         self.backuper.restore("actor")
 
-    def train(self, rollout_id: int, rollout_data: dict[str, Any]) -> dict[str, float] | None:
-        """Train on this rank's share of a rollout. Metrics on the main rank, None elsewhere."""
+    def train(
+        self, rollout_id: int, rollout_data: dict[str, Any], critic_data: dict[str, list[np.ndarray]] | None = None
+    ) -> dict[str, float] | None:
+        """Train on this rank's share of a rollout. Metrics on the main rank, None elsewhere.
+
+        critic_data: `values` of the critic on the same rank (see `CriticCore`), which has the same layout.
+        """
         args = self.args
         if self.state.optimizer is None:
             raise ValueError(
@@ -89,6 +116,9 @@ class TrainerCore:
         self.times.add("train_wait", time.perf_counter() - self._idle_since)
         with self.times("data_preprocess"):
             data = prepare_rollout_data(args, rollout_data, self.device)
+            for key, column in (critic_data or {}).items():
+                flat = torch.from_numpy(np.concatenate(column)).to(self.device)
+                data[key] = list(flat.split([len(value) for value in column]))
         with self.times("train"):
             if args.compute_advantages_and_returns:
                 self._score(data)
@@ -98,7 +128,7 @@ class TrainerCore:
             if mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0:
                 metrics |= rollout_metrics(args, data)
             with self.times("actor_train"):
-                metrics |= mean_over_steps(self._optimizer_steps(rollout_id, data))
+                metrics |= mean_over_steps(optimizer_steps(args, self.state, rollout_id, data))
             if args.save_debug_train_data:
                 save_train_data(args, rollout_id, data)
             self._update_reference(rollout_id)
@@ -106,7 +136,10 @@ class TrainerCore:
         seconds = self.times.take()
         if not is_megatron_main_rank():
             return None
-        return metrics | performance_metrics(args, seconds, rollout_data["total_lengths"], args.world_size)
+        all_lengths = rollout_data["total_lengths"]
+        response_tokens = round(metrics["rollout/response_lengths"] * len(all_lengths))
+        device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        return metrics | performance_metrics(args, seconds, all_lengths, response_tokens, device_name)
 
     def _score(self, data: dict[str, Any]) -> None:
         """Add ref_log_probs, log_probs (unless training computes them anyway), advantages and returns."""
@@ -129,24 +162,6 @@ class TrainerCore:
             iterator.reset()
         model = self.state.model
         return forward_only(get_log_probs_and_entropy, self.args, model, iterators, data["num_microbatches"], prefix)
-
-    def _optimizer_steps(self, rollout_id: int, data: dict[str, Any]) -> list[dict[str, float]]:
-        args = self.args
-        iterators = make_data_iterators(data)
-        steps = []
-        for step_id, (count, batch_size) in enumerate(
-            zip(data["num_microbatches"], data["global_batch_sizes"], strict=True)
-        ):
-            step = train_one_step(args, self.state, iterators, count, batch_size, rollout_id, step_id)
-            logger.debug("rollout %d step %d: %s", rollout_id, step_id, {k: round(v, 6) for k, v in step.items()})
-            steps.append(step)
-            if args.overlap_param_gather and step_id == 0:
-                for chunk in self.state.model:  # from here on the next forward gathers the updated weights
-                    chunk.enable_forward_pre_hook()
-        if args.overlap_param_gather:
-            for chunk in self.state.model:
-                chunk.disable_forward_pre_hook(param_sync=True)
-        return steps
 
     def _update_reference(self, rollout_id: int) -> None:
         interval = self.args.ref_update_interval

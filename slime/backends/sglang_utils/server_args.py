@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.backends.sglang_utils.upstream_fields import NO_DEFAULT, UpstreamField, check_known, server_fields
+from slime.utils.layout.index_sharing import index_sharing_of_config
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +20,7 @@ SERVER_PATH = Path(__file__).parent / "server_path"
 CPU_STUB = Path(__file__).parent / "cpu_stub"
 CPU_SGLANG_VERSION = "0.5.17"
 CPU_MAX_TOTAL_TOKENS = 65536
+CPU_SPARSE_REFUSED = ("enable_hierarchical_cache", "disaggregation_mode", "speculative_algorithm")
 
 ENGINE_ENV = {
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "false",
@@ -78,8 +80,10 @@ def build_server_args(
     if lacking:
         logger.info("this SGLang has no %s; left out", ", ".join(lacking))
     fields = {name: value for name, value in fields.items() if name not in lacking}
+    config = _config_of(fields)
+    fields |= _index_sharing(config, fields)
     if args.accelerator == "cpu":
-        _check_cpu(args, fields)
+        _check_cpu(config, fields)
     return fields
 
 
@@ -143,8 +147,8 @@ def _cpu_defaults(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _check_cpu(args: Namespace, fields: Mapping[str, Any]) -> None:
-    """What SGLang on the CPU cannot do, said before anything is started."""
+def _check_cpu(config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """What SGLang on the CPU cannot do, said before anything is started. config: the model's config.json."""
     installed = importlib.metadata.version("sglang")
     if installed != CPU_SGLANG_VERSION:
         raise ValueError(
@@ -156,18 +160,44 @@ def _check_cpu(args: Namespace, fields: Mapping[str, Any]) -> None:
             "--offload-rollout needs CUDA (SGLang's memory saver hooks the CUDA driver) and --accelerator is cpu; "
             "leave it away"
         )
-    config_file = Path(fields["model_path"]) / "config.json"
-    if not config_file.is_file():
-        return
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    index_topk = config.get("index_topk")
-    context = fields.get("context_length") or config.get("max_position_embeddings")
-    if index_topk is not None and (context is None or context > index_topk):
+    if config.get("index_topk") is not None:
+        _check_cpu_sparse_attention(config, fields)
+
+
+def _check_cpu_sparse_attention(config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """The index keys of sparse attention are beside SGLang's cache on the CPU: what moves its slots loses them."""
+    says = f"{config.get('model_type')} keeps index keys for its sparse attention, which the CPU engine"
+    if fields["pp_size"] > 1:
         raise ValueError(
-            f"{config_file}: {config.get('model_type')} attends to the index_topk = {index_topk} best tokens; the CPU "
-            f"engine attends to all of them, which is the same only up to {index_topk} tokens, and the context is "
-            f"{context}; pass --sglang-context-length {index_topk} or serve the model on a GPU"
+            f"--sglang-pp-size {fields['pp_size']}: {says} does not hand on between stages; leave it away or try "
+            f"--sglang-pp-size 1"
         )
+    for name in CPU_SPARSE_REFUSED:
+        value, default = fields.get(name), server_fields()[name].default
+        if value is not None and value != default:
+            flag = server_fields()[name].flag.removeprefix("--")
+            raise ValueError(f"--sglang-{flag} {value}: {says} does not move along; leave it away")
+
+
+def _config_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the engine's model; empty for a name on the Hub."""
+    file = Path(fields["model_path"]) / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _index_sharing(config: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, str]:
+    """Which layers reuse another's top-k, for a config that has it in indexer_types alone, which SGLang does not read.
+
+    It would run indexers without weights in all other layers.
+    """
+    if config.get("index_topk_freq") is not None or config.get("index_topk_pattern") is not None:
+        return {}
+    sharing = index_sharing_of_config(config) if "num_hidden_layers" in config else None
+    if sharing is None or all(sharing.computes):
+        return {}
+    pattern = "".join("F" if computes else "S" for computes in sharing.computes)
+    given = json.loads(fields.get("json_model_override_args") or "{}")
+    return {"json_model_override_args": json.dumps({"index_topk_pattern": pattern, **given})}
 
 
 def to_command_line(fields: Mapping[str, Any]) -> list[str]:

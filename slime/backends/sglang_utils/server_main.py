@@ -41,8 +41,12 @@ def main(argv: list[str]) -> None:
 if __name__ in ("__main__", "__mp_main__"):  # the latter: SGLang's further tokenizer processes
     import sglang.launch_server  # noqa: F401  (first, as SGLang itself does it)
     from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    from slime.backends.sglang_utils.draft_weights import reach_draft
 
     number_seeds(GenerateReqInput)
+    reach_draft(SchedulerWeightUpdaterManager)
 
 if __name__ == "__main__":
     main(sys.argv[1:])

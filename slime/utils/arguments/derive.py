@@ -15,7 +15,12 @@ import yaml
 from slime.utils.arguments.checks.algorithm import check_sampling
 from slime.utils.arguments.checks.batch import check_ranges
 from slime.utils.arguments.flag import Problem
-from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint, uses_sparse_attention
+from slime.utils.arguments.hf_config import (
+    is_hf_checkpoint,
+    is_megatron_checkpoint,
+    is_unlisted_megatron_checkpoint,
+    uses_sparse_attention,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +97,7 @@ def _weights_to_start_from(a: Namespace) -> None:
     a.no_load_optim = a.no_load_rng = a.finetune = True
     if a.start_rollout_id is None:
         a.start_rollout_id = 0
-    if is_hf_checkpoint(a.load):
+    if is_hf_checkpoint(a.load) or is_unlisted_megatron_checkpoint(a.load):  # the latter is a problem by itself
         return
     wanted, a.load = a.load, a.ref_load or a.hf_checkpoint
     if a.load == a.ref_load:
@@ -125,15 +130,18 @@ def _gpus_of_rollout_only(a: Namespace) -> None:
 
 
 def _offload(a: Namespace, given: Mapping[str, str]) -> None:
-    """Both offloads follow --colocate on CUDA. A CPU has no memory to hand over, and asking for it is a problem."""
+    """Both offloads follow --colocate on CUDA, the trainers' also a critic, which takes turns with the actor.
+
+    A CPU has no memory to hand over, and asking for it is a problem.
+    """
     if a.offload:
         a.offload_train = True if a.offload_train is None else a.offload_train
         a.offload_rollout = True if a.offload_rollout is None else a.offload_rollout
     if a.debug_rollout_only:
         a.offload_train = a.offload_rollout = False
-    default = a.colocate and a.accelerator != "cpu"
-    a.offload_train = default if a.offload_train is None else a.offload_train
-    a.offload_rollout = default if a.offload_rollout is None else a.offload_rollout
+    cuda = a.accelerator != "cpu"
+    a.offload_train = cuda and (a.colocate or a.use_critic) if a.offload_train is None else a.offload_train
+    a.offload_rollout = cuda and a.colocate if a.offload_rollout is None else a.offload_rollout
     if a.offload_train:
         a.disable_grad_buffers_cpu_backup = a.disable_param_buffers_cpu_backup = True
 
@@ -225,7 +233,7 @@ def _context_parallel(a: Namespace, given: Mapping[str, str]) -> list[Problem]:
 def decisions(a: Namespace, given: Mapping[str, str]) -> list[str]:
     """Sentences about what was decided for the user and changes how the run works. a: the completed draft."""
     if a.context_parallel_size > 1 and a.allgather_cp and "allgather_cp" not in given:
-        why = f"sparse attention over --context-parallel-size {a.context_parallel_size} needs contiguous sequences"
+        why = f"sparse attention over --context-parallel-size {a.context_parallel_size} gathers keys"
         return [f"--allgather-cp is on: {why}"]
     return []
 

@@ -8,14 +8,38 @@ from typing import Any
 
 from slime.utils import layout
 
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def megatron_checkpoint(path: str | None) -> tuple[Path, int | None] | None:
+    """(the directory with the tracker file, the iteration in it or None for its newest) of a path; None if neither.
+
+    Besides that directory, its `iter_<n>` are taken, and `release` while the tracker names it: Megatron can be told an
+    iteration, but not a release that is not the newest.
+    """
+    if path is None or not os.path.isdir(path):
+        return None
+    directory = Path(path)
+    if (directory / TRACKER).is_file():
+        return directory, None
+    if re.fullmatch(r"iter_\d{7}", directory.name):
+        return directory.parent, int(directory.name[5:])
+    tracker = directory.parent / TRACKER
+    if directory.name == "release" and tracker.is_file() and tracker.read_text().strip() == "release":
+        return directory.parent, None
+    return None
+
 
 def is_megatron_checkpoint(path: str | None) -> bool:
-    """A directory with Megatron's tracker file, or one iteration of such a directory."""
-    if path is None or not os.path.isdir(path):
+    """A directory with Megatron's tracker file, or a checkpoint in it that can be loaded."""
+    return megatron_checkpoint(path) is not None
+
+
+def is_unlisted_megatron_checkpoint(path: str | None) -> bool:
+    """Weights in Megatron's torch_dist format that no tracker file leads to, such as a superseded `release`."""
+    if path is None or is_megatron_checkpoint(path) or is_hf_checkpoint(path):
         return False
-    return os.path.isfile(Path(path) / "latest_checkpointed_iteration.txt") or bool(
-        re.fullmatch(r"iter_\d{7}", Path(path).name)
-    )
+    return all((Path(path) / name).is_file() for name in (".metadata", "metadata.json"))
 
 
 def is_hf_checkpoint(path: str | None) -> bool:

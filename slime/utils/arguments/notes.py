@@ -12,7 +12,7 @@ from slime.utils.arguments.checkpoint_facts import same_fact
 from slime.utils.arguments.checks.common import model_config
 from slime.utils.arguments.checks.hooks import unchecked_hooks
 from slime.utils.arguments.checks.lengths import model_length
-from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint
+from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint, uses_sparse_attention
 
 
 class Unused(NamedTuple):
@@ -64,9 +64,11 @@ RULES = (
     Unused("opsm_delta", lambda a: not a.use_opsm, "--use-opsm is not given"),
     Unused(
         "gamma",
-        lambda a: not a.advantage_estimator.startswith("reinforce_plus_plus"),
+        lambda a: not a.advantage_estimator.startswith(("reinforce_plus_plus", "ppo")),
         "the estimator does not discount",
     ),
+    Unused("lambd", lambda a: not a.use_critic, "the estimator needs no values"),
+    Unused("value_clip", lambda a: not a.use_critic, "the estimator needs no values"),
     Unused("micro_batch_size", lambda a: a.use_dynamic_batch_size, "--use-dynamic-batch-size packs by tokens"),
     Unused("max_tokens_per_gpu", lambda a: not a.use_dynamic_batch_size, "--use-dynamic-batch-size is not given"),
     Unused("advantage_estimator", _not_policy_loss, "the loss is not policy_loss"),
@@ -106,6 +108,7 @@ RULES = (
     ),
     Unused("mask_offpolicy_in_partial_rollout", lambda a: not a.partial_rollout, "--partial-rollout is not given"),
     Unused("allgather_cp", lambda a: a.context_parallel_size == 1, "there is no context parallelism"),
+    Unused("freeze_indexer", lambda a: not uses_sparse_attention(a), "the model has no sparse attention"),
     Unused("cp_comm_type", lambda a: a.context_parallel_size == 1, "there is no context parallelism"),
     Unused(
         "sequence_parallel",
@@ -153,7 +156,6 @@ NUMERICS = (
     "layernorm_epsilon",
     "layernorm_zero_centered_gamma",
     "dsa_indexer_topk",
-    "dsa_indexer_rope_interleaved",
 )
 # Flags of Megatron's own training loop, data sets and server, none of which runs here.
 NOT_SLIMES_LOOP = re.compile(

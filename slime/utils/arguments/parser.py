@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from slime.utils.arguments.flag import Flag, FlagGroup, Problem
 from slime.utils.arguments.groups import GROUPS
 from slime.utils.arguments.upstream import ROUTER_DEFAULTS, ROUTER_FIELDS, UpstreamTables
+from slime.utils.model_facts import RECIPE_FLAGS
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -124,7 +125,7 @@ class Grammar:
             if (flag := self.options.get(option)) is None:
                 continue
             given[flag.dest] = option
-            if flag.kind != "append":
+            if flag.kind != "append" and flag.name not in RECIPE_FLAGS:  # a model's recipe is there to be overruled
                 said.setdefault(flag.dest, []).append(words)
             value = getattr(namespace, flag.dest, None)
             notices += deprecations(flag, option, value)

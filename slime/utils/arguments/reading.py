@@ -15,7 +15,7 @@ from slime.utils.arguments.limits import replace_impossible
 from slime.utils.arguments.namespace import Args
 from slime.utils.arguments.notes import warnings
 from slime.utils.arguments.parser import AddArguments, CommandLine, Grammar, unique
-from slime.utils.arguments.role_config import apply_role_config
+from slime.utils.arguments.role_config import critic_args, role_command_lines
 from slime.utils.arguments.upstream import load_tables
 from slime.utils.arguments.validate import validate
 
@@ -55,15 +55,33 @@ def read_args(
     unread = {flag for problem in command_line.problems if problem.kind == "rule" for flag in problem.flags}
     if command_line.values["custom_config_path"]:
         command_line = apply_config_file(command_line.values["custom_config_path"], command_line, grammar)
-    if command_line.values["megatron_config_path"]:
-        command_line = apply_role_config(command_line.values["megatron_config_path"], command_line, grammar)
+    actor, critic = role_command_lines(command_line, grammar)
+    environ = os.environ if environ is None else environ
+    reading = _complete(actor, grammar, unread, environ, dry_run)
+    if not reading.args.use_critic:
+        return reading
+    other = _complete(critic, grammar, unread, environ, dry_run)
+    path = command_line.values["megatron_config_path"]
+    values = other.args.replace(**critic_args(vars(other.args), critic.given, path))
+    return Reading(
+        reading.args.replace(critic_args=values),
+        unique([*reading.problems, *other.problems]),
+        unique([*reading.notices, *other.notices]),
+        unique([*reading.differences, *other.differences]),
+    )
+
+
+def _complete(
+    command_line: CommandLine, grammar: Grammar, unread: set[str], environ: Mapping[str, str], dry_run: bool
+) -> Reading:
+    """One role's arguments: facts of the checkpoint, derived values, checks. unread: flags whose values are lost."""
     command_line, facts, differences = apply_checkpoint_facts(command_line, grammar, dry_run)
     draft = _draft(command_line, grammar)
     draft.model_type, draft.hf_config, draft.checkpoint_facts = facts.model_type, facts.hf_config, facts.values
     asked_load = draft.load
     problems = list(command_line.problems)
     problems += replace_impossible(draft, command_line.given, grammar.defaults)
-    problems += derive(draft, command_line.given, os.environ if environ is None else environ, dry_run)
+    problems += derive(draft, command_line.given, environ, dry_run)
     problems += [
         p for p in validate(draft, command_line.given, grammar.groups) if not p.flags or set(p.flags) - unread
     ]
@@ -80,6 +98,7 @@ def _grammar(cache: Path | None) -> Grammar:
 def _draft(command_line: CommandLine, grammar: Grammar) -> Namespace:
     draft = Namespace(**command_line.values)
     draft.megatron_argv = command_line.megatron_argv
+    draft.critic_args = None  # the arguments of the critic's trainers, where there is a critic
     draft.sglang_overrides = grammar.sglang_overrides(command_line)
     draft.router_overrides = grammar.router_overrides(command_line)
     return draft

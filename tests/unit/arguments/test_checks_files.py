@@ -48,6 +48,14 @@ RULES = {
             also="--use-kl-loss --load {hf}",
         ),
     ),
+    files.check_checkpoint_directories: (
+        Rule(
+            "--load {dir}/ckpt/release",
+            ("is a checkpoint inside a directory", "names: 7", "try: --load"),
+            "--load {dir}/ckpt",
+        ),
+        Rule("--ref-load {dir}/alone/release", ("names: there is none",), "--ref-load {dir}/ckpt"),
+    ),
     files.check_checkpoint_steps: (
         Rule(
             "--ckpt-step 3",
@@ -137,6 +145,11 @@ def checkpoints(case, monkeypatch):
     place = case.megatron_checkpoint("ckpt")
     for step in (7, 9):
         (case.directory / f"ckpt/iter_{step:07d}").mkdir()
+    for parent in ("ckpt", "alone"):  # left over from a conversion; runs were saved beside the first since
+        release = case.directory / parent / "release"
+        release.mkdir(parents=True)
+        for name in (".metadata", "metadata.json"):
+            (release / name).touch()
     other = case.directory / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 64}))

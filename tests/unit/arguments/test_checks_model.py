@@ -12,6 +12,7 @@ MOE, MLA, DSA, GLM = "qwen3-30B-A3B", "deepseek-v3", "glm5.2-744B-A40B", "glm4.5
 SP = "--sequence-parallel"
 TP8 = f"--tensor-model-parallel-size 8 {SP}"
 PP = "--pipeline-model-parallel-size"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 SPLIT = "--decoder-first-pipeline-num-layers {} --decoder-last-pipeline-num-layers {}"
 PLAIN = ("--num-layers", "--hidden-size", "--num-attention-heads", "--ffn-hidden-size", "--num-query-groups")
 GDN = "--experimental-attention-variant gated_delta_net --linear-attention-freq 4"
@@ -316,12 +317,38 @@ RULES = {
     ),
     pipeline.check_sparse_attention: (
         Rule(
-            "--context-parallel-size 2",
-            ("2 with sparse attention is not supported yet", "contiguous pieces"),
+            "--dsa-kernel-backend tilelang --accelerator cpu",
+            ("tilelang: its kernels need a GPU",),
+            "--accelerator cpu",
+            model=DSA,
+            others=True,
+        ),
+        Rule(
+            "--dsa-kernel-backend tilelang --kv-lora-rank 256",
+            ("--kv-lora-rank 512 and --qk-pos-emb-head-dim 64, the model has 256 and 64",),
+            "--dsa-kernel-backend tilelang",
+            model=DSA,
+            others=True,
+        ),
+        Rule(
+            "--dsa-indexer-rope-interleaved",
+            ("the checkpoint's indexer rotates halves",),
+            model=DSA,
+            config={"indexer_rope_interleave": False},
+        ),
+        Rule("--dsa-indexer-loss-coeff -1", ("is -1, must be >= 0",), "--dsa-indexer-loss-coeff 1.0", model=DSA),
+        Rule(
+            "--dsa-indexer-loss-coeff 0.5 --freeze-indexer",
+            ("--dsa-indexer-loss-coeff 0.5 trains the indexer, --freeze-indexer keeps it",),
+            "--freeze-indexer",
+            model=DSA,
+        ),
+        Rule(
+            "--dsa-indexer-loss-coeff 0.5 --calculate-per-token-loss",
+            ("divides every gradient by the response tokens", "not supported yet"),
+            "--dsa-indexer-loss-coeff 0.5",
             model=DSA,
             kind="unsupported",
-            others=True,
-            kept="--debug-rollout-only",
         ),
     ),
     pipeline.check_mtp: (
@@ -340,10 +367,32 @@ RULES = {
         Rule("--mtp-num-layers 1", ("1 is more than the checkpoint has: 0", "leave --mtp-num-layers out"), model=MOE),
         Rule("--mtp-loss-scaling-factor -1", ("--mtp-loss-scaling-factor: is -1, must be >= 0",)),
         Rule(
-            "--context-parallel-size 2",
-            ("--enable-mtp-training, --allgather-cp: with --context-parallel-size 2", "one token further"),
+            "--mtp-num-layers 2",
+            ("--mtp-num-layers: 2 with sparse attention", "try: --mtp-num-layers 1"),
+            "--mtp-num-layers 1",
             model=DSA,
+            config={"num_nextn_predict_layers": 2},
+        ),
+        Rule(
+            "--overlap-grad-reduce",
+            (f"--overlap-grad-reduce, --mtp-num-layers: with {PP} 4", "gets no gradient of its own"),
+            model=GLM,
+            also=f"{TP8} {PP} 4 --expert-tensor-parallel-size 1 --mtp-num-layers 1",
+            kind="unsupported",
+        ),
+        Rule(
+            f"{RECOMPUTE} 2",
+            ("--recompute-num-layers, --enable-mtp-training: 2: Megatron recomputes",),
+            f"{RECOMPUTE} 1",
+            model=GLM,
             also="--enable-mtp-training --mtp-num-layers 1",
+        ),
+        Rule(
+            "--enable-mtp-training",
+            ("--pipeline-model-parallel-layout, --enable-mtp-training: puts the prediction layers (m)",),
+            model=GLM,
+            also=f"{PP} 2 --pipeline-model-parallel-layout Et*92m|L --mtp-num-layers 1",
+            kind="unsupported",
         ),
         Rule(
             "--position-embedding-type yarn --mtp-num-layers 1",

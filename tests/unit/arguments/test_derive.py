@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from slime.utils.arguments.hf_config import megatron_checkpoint
+
 
 def test_precision_follows_the_device_unless_chosen(case):
     for accelerator, flags, expected in [
@@ -112,6 +114,18 @@ def test_a_single_iteration_directory_resumes(case):
     path = case.directory / "iter_0000007"
     path.mkdir()
     assert case.args(load=str(path)).finetune is False
+
+
+def test_a_converted_checkpoint_is_found_by_its_own_directory(case):
+    """`--load X_torch_dist/release` was taken for an empty place, and training started from the reference."""
+    parent = case.directory / "X_torch_dist"
+    (parent / "release").mkdir(parents=True)
+    (parent / "latest_checkpointed_iteration.txt").write_text("release\n")
+    load = str(parent / "release")
+    assert case.args(load=load).load == load and megatron_checkpoint(load) == (parent, None)
+    assert megatron_checkpoint(str(parent)) == (parent, None)
+    (parent / "latest_checkpointed_iteration.txt").write_text("7")  # Megatron would load iteration 7 for it
+    assert megatron_checkpoint(load) is None
 
 
 def test_an_hf_checkpoint_starts_afresh(case):

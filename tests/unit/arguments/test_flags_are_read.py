@@ -27,12 +27,12 @@ BY_NAME = {
     "eval_top_k": "slime/utils/eval_config.py",
     "eval_top_p": "slime/utils/eval_config.py",
     "n_samples_per_eval_prompt": "slime/utils/eval_config.py",
-    "post_self_attn_layernorm": "slime/plan/shape.py",
-    "post_mlp_layernorm": "slime/plan/shape.py",
+    "post_self_attn_layernorm": "slime/utils/model_shape.py",
+    "post_mlp_layernorm": "slime/utils/model_shape.py",
 }
 # Flags that leave no choice: their one supported value is what the code does, or a check holds them to it.
 NO_CHOICE = {"train_backend", "rollout_data_transport"}
-CHECKED = {"distributed_backend"}
+CHECKED = {"distributed_backend", "freeze_indexer"}
 # A deprecated flag says itself that it changes nothing.
 SUPPORTED = [flag for group in GROUPS for flag in group.flags if flag.supported and not flag.deprecated]
 

@@ -30,12 +30,12 @@ def test_a_legal_command_line_has_no_problems(case):
 
 def test_unsupported_flags_and_values_keep_what_they_say(case):
     """A plan shows the run that was asked for, not one with the flags of later versions taken out."""
-    reading = case.reading("--use-opd", "--mtp-num-layers", "2", update_weight_mode="delta")
+    reading = case.reading("--use-opd", "--async-save", update_weight_mode="delta")
     refused = {problem.flags[0] for problem in reading.problems if problem.kind == "unsupported"}
-    assert refused >= {"--use-opd", "--mtp-num-layers", "--update-weight-mode"}
-    assert reading.args.use_opd is True and reading.args.mtp_num_layers == 2
+    assert refused >= {"--use-opd", "--async-save", "--update-weight-mode"}
+    assert reading.args.use_opd is True and reading.args.async_save is True
     assert reading.args.update_weight_mode == "delta"
-    assert "--mtp-num-layers" in reading.args.megatron_argv
+    assert "--async-save" in reading.args.megatron_argv
 
 
 def test_broken_rules_are_told_from_unsupported_ones(case):
@@ -113,6 +113,9 @@ def test_a_flag_given_twice_takes_the_last_value_and_says_so(case):
     assert [notice for notice in reading.notices if "once" in notice] == [
         "given more than once, the last wins: --lr 0.1, then --lr 0.2"
     ]
+    model_file_and_launcher = ("--moe-token-dispatcher-type", "alltoall", "--moe-token-dispatcher-type", "flex")
+    notices = case.reading(*model_file_and_launcher).notices
+    assert not [notice for notice in notices if "once" in notice], "a model's recipe is there to be overruled"
 
 
 def test_both_names_of_one_setting_are_noticed(case):

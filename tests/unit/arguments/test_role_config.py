@@ -57,10 +57,10 @@ def test_numbers_of_gpus_in_older_files_are_named_as_without_effect(case, caplog
     assert "num_nodes has no effect" in caplog.text and "num_gpus_per_node has no effect" in caplog.text
 
 
-def test_a_critic_is_not_supported_yet(case):
+def test_an_entry_for_a_critic_that_is_not_trained_is_named(case, caplog):
     text = "megatron:\n  - {name: v, role: critic, overrides: {lr: 1e-5}}\n"
-    (problem,) = case.problems(megatron_config_path=config(case, text))
-    assert problem.kind == "unsupported" and "critic" in str(problem)
+    assert case.args(megatron_config_path=config(case, text)).critic_args is None
+    assert "the critic's entry has no effect: --advantage-estimator grpo trains no critic" in caplog.text
 
 
 @pytest.mark.parametrize(

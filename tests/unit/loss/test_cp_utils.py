@@ -10,11 +10,9 @@ from slime.backends.megatron_utils.cp_utils import (
     canonical_length,
     get_logits_and_tokens_offset_with_cp,
     get_sum_of_sample_mean,
-    require_zigzag,
     slice_log_prob_with_cp,
     slice_with_cp,
 )
-from tests.unit.loss.reference import make_args
 
 lengths = st.tuples(st.integers(1, 9), st.integers(0, 40))  # prompt, response
 
@@ -112,10 +110,3 @@ def test_wrong_lengths_are_named():
     reduce = get_sum_of_sample_mean([5], [3], [torch.ones(3)])
     with pytest.raises(ValueError, match="for 3 local response tokens"):
         reduce(torch.ones(3, 1))
-
-
-def test_sparse_attention_is_refused_only_with_context_parallelism():
-    require_zigzag(make_args(experimental_attention_variant="dsa"), ParallelState())
-    require_zigzag(make_args(), ParallelState(cp_size=2))
-    with pytest.raises(NotImplementedError, match="--context-parallel-size 2"):
-        require_zigzag(make_args(experimental_attention_variant="dsa"), ParallelState(cp_size=2))

@@ -11,7 +11,7 @@ from slime.backends.megatron_utils.cp_utils import (
     slice_with_cp,
 )
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns, loss_function
-from slime.backends.megatron_utils.loss.log_probs import vocab_parallel_log_probs
+from slime.backends.megatron_utils.loss.vocab_parallel import KeptVocabulary, vocab_parallel_log_probs
 from tests.helpers.gloo import run_ranks
 from tests.unit.loss.reference import VOCAB, install_parallel_state, make_args, make_batch, make_samples
 
@@ -28,6 +28,7 @@ def check_everything(rank, world_size):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     tp = ParallelState(tp_rank=rank % 2, tp_size=2, tp_group=pairs[rank // 2])
     check_vocab_parallel(tp)
+    check_head(tp)
     layouts = {
         "dp2 cp2": {"cp": (rank % 2, 2, pairs[rank // 2]), "dp_cp": (rank, 4, dist.group.WORLD)},
         "cp4": {"cp": (rank, 4, dist.group.WORLD), "dp_cp": (rank, 4, dist.group.WORLD)},
@@ -70,6 +71,34 @@ def check_vocab_parallel(tp):
     halves = run(logits[:, part].contiguous(), tp)
     for got, expected in zip(halves, (whole[0], whole[1], whole[2][:, part]), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def check_head(tp):
+    """Hidden states and halves of a padded head, kept sets included; the ranks' gradients of hidden states add up."""
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(9, 6, generator=g), torch.randn(VOCAB, 6, generator=g)
+    rows, targets = torch.tensor([1, 2, 5, 8, 0]), torch.tensor([0, VOCAB - 4, VOCAB // 2, 3, VOCAB // 2 - 1])
+    # Row 0 keeps columns of both halves, 1 only its target, 3 only the first half's; 2 and 4 are whole.
+    kept, kept_columns = torch.tensor([0, 0, 3]), torch.tensor([5, VOCAB - 6, 7])
+    whole_rows = torch.tensor([False, False, True, False, True])
+
+    def run(w, parallel):
+        h, w = hidden.clone().requires_grad_(), w.clone().requires_grad_()
+        columns = kept_columns - parallel.tp_rank * len(w)
+        owned = (columns >= 0) & (columns < len(w))
+        keep = KeptVocabulary(kept[owned], columns[owned], whole_rows)
+        options = {"vocab_size": VOCAB - 3, "temperature": 0.7, "with_entropy": True, "chunk_size": 2, "keep": keep}
+        log_probs, entropy = vocab_parallel_log_probs(h, rows, targets, weight=w, parallel=parallel, **options)
+        (log_probs.sum() + entropy.sum()).backward()
+        return log_probs.detach(), entropy.detach(), h.grad, w.grad
+
+    log_probs, entropy, hidden_grad, weight_grad = run(weight, ParallelState())
+    part = slice(tp.tp_rank * VOCAB // 2, (tp.tp_rank + 1) * VOCAB // 2)
+    results = run(weight[part], tp)
+    dist.all_reduce(results[2], group=tp.tp_group)
+    for got, expected in zip(results, (log_probs, entropy, hidden_grad, weight_grad[part]), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert float(log_probs[1]) == 0
 
 
 def local_batch(samples):

@@ -1,5 +1,6 @@
 """A resumed run goes on exactly where it stopped, and an interrupted save leaves the previous checkpoint usable."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,10 @@ def test_saving_starts_no_helper_process(one_rank):
 
 def test_a_step_can_be_chosen_by_its_directory(one_rank):
     assert one_rank["interrupted"]["start_from_iter_1_directory"] == 2
+
+
+def test_a_converted_checkpoint_starts_anew_by_either_of_its_names(one_rank):
+    assert one_rank["interrupted"]["start_from_release"] == [0, 0]
 
 
 def test_a_run_of_constant_learning_rate_can_be_made_longer(one_rank):
@@ -178,4 +183,8 @@ def _interrupted_save(hf, root):
         result["children"] = [child.name() for child in psutil.Process().children()]
     result["start_after_second_save_of_step_1"] = start_id()
     result["start_from_iter_1_directory"] = start_id(root / "iter_0000001")
+    converted = root.parent / "converted"
+    shutil.copytree(root / "iter_0000001", converted / "release")
+    (converted / tracker.name).write_text("release")
+    result["start_from_release"] = [start_id(place) for place in (converted, converted / "release")]
     return result

@@ -11,12 +11,21 @@ PER_TOKEN = {"calculate_per_token_loss": True}
 DYNAMIC = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 40}
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
+TP2 = ["--tensor-model-parallel-size", "2"]
+OVERLAPPED = ["--overlap-grad-reduce", "--overlap-param-gather"]
+# The policy loss as a user's loss: it gets logits, from Megatron's own output layer and its backward pass.
+WHOLE_LOGITS = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": "slime.backends.megatron_utils.loss.policy_loss_function",
+}
 
 ONE_RANK = {
     "reference": ([], {}),
     "four samples a micro-batch": ([], {"micro_batch_size": 4}),
     "packed by tokens": ([], DYNAMIC),
     "one padded pack": ([], {**DYNAMIC, "max_tokens_per_gpu": 4096, "data_pad_size_multiplier": 128}),
+    "whole logits": ([], WHOLE_LOGITS),
+    "two rows of logits at a time": ([], {**DYNAMIC, "log_probs_chunk_size": 2}),
     "recompute": (RECOMPUTE, {**DYNAMIC, "recompute_loss_function": True}),
     "per-token reference": ([], PER_TOKEN),
     "per token, packed by tokens": ([], PER_TOKEN | DYNAMIC),
@@ -24,14 +33,24 @@ ONE_RANK = {
 TWO_RANKS = {
     "dp2": ([], {}),
     "dp2 balanced": ([], {**DYNAMIC, "balance_data": True}),
-    "dp2 overlapped": (["--overlap-grad-reduce", "--overlap-param-gather"], {}),
-    "tp2 with sequence parallelism": (["--tensor-model-parallel-size", "2", "--sequence-parallel"], DYNAMIC),
+    "dp2 overlapped": (OVERLAPPED, {}),
+    "tp2 in small chunks": (TP2, {**DYNAMIC, "log_probs_chunk_size": 5}),
+    "tp2 with sequence parallelism": ([*TP2, "--sequence-parallel"], DYNAMIC),
     "pp2": (PP2, {}),
     "pp2 with two virtual stages": ([*PP2, "--num-layers-per-virtual-pipeline-stage", "1"], {}),
     "cp2": (["--context-parallel-size", "2"], DYNAMIC),
     "cp2 gathering keys and values": (["--context-parallel-size", "2"], DYNAMIC | {"allgather_cp": True}),
     "per token, dp2": ([], PER_TOKEN),
     "per token, cp2": (["--context-parallel-size", "2"], PER_TOKEN | DYNAMIC),
+}
+
+
+TIED = {
+    "whole logits": ([], WHOLE_LOGITS),
+    "dp2": ([], {}),
+    "dp2 overlapped": (OVERLAPPED, {}),
+    "pp2 overlapped": ([*PP2, *OVERLAPPED], {}),
+    "tp2 with sequence parallelism": ([*TP2, "--sequence-parallel"], {}),
 }
 
 
@@ -87,6 +106,16 @@ def test_cutting_the_batch_differently_changes_nothing(one_rank, initial, name):
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_spreading_over_two_ranks_changes_nothing(one_rank, two_ranks, initial, name):
     assert_same_training(two_ranks[name], one_rank[reference_of(name)], initial)
+
+
+def test_a_tied_embedding_gets_both_of_its_gradients(tmp_path):
+    """The embedding's own and the head's, which is added to the buffer of gradients without autograd seeing it."""
+    from safetensors.numpy import load_file
+
+    path = make_tiny_model("qwen3_tied", tmp_path)
+    results = run_ranks(run_layouts, 2, str(path), TIED, "qwen3_tied")[0]
+    for name in TIED:
+        assert_same_training(results[name], results["whole logits"], load_file(path / "model.safetensors"))
 
 
 def test_every_term_of_the_loss_took_part(one_rank):

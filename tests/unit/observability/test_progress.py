@@ -14,6 +14,8 @@ STEP = {
     "train/train_rollout_logprob_abs_diff": 0.0000321,
     "train/grad_norm": 0.75,
     "perf/tokens_per_gpu_per_sec": 1234.4,
+    "perf/actor_train_tflops": 412.4,
+    "perf/actor_train_mfu": 0.417,
     "perf/generate_time": 1.25,
     "perf/train_time": 2.5,
     "perf/sync_time": 0.31,
@@ -47,7 +49,8 @@ def written(capsys, monkeypatch):
 def test_plain_line_holds_every_figure_and_phase(written):
     assert written(PlainProgress(120), (4, "rollout/step", STEP)) == (
         "step 5/120: reward 0.812  loss -0.0123  response length 3.5  |logp train - rollout| 3.2e-05  "
-        "grad norm 0.750  tokens/s per GPU 1234  generate 1.2s  train 2.5s  sync 0.3s\n"
+        "grad norm 0.750  tokens/s per GPU 1234  TFLOP/s per GPU 412  MFU 41.7%  "
+        "generate 1.2s  train 2.5s  sync 0.3s\n"
     )
 
 
@@ -80,6 +83,8 @@ def test_rich_panel_shows_every_figure_the_curve_and_the_time_left(written, monk
         "|logp train - rollout| 3.2e-05",
         "grad norm 0.750",
         "tokens/s per GPU 1234",
+        "TFLOP/s per GPU 412",
+        "MFU 41.7%",
         "seconds generate 1.25 train 2.50 sync 0.31",
         "evaluation after 0 rollouts: held-out 0.438, aime 0.250",
         f"reward, last 2 {BARS[0]}{BARS[-1]}",

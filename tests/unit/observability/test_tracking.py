@@ -22,6 +22,7 @@ def make_args(**changes) -> Namespace:
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 6,
         "global_batch_size": 8,
+        "critic_args": None,
         "wandb_key": None,
         "wandb_mode": None,
         "wandb_host": None,
@@ -151,6 +152,15 @@ def test_wandb_never_uploads_the_key_and_logs_in_only_when_online(wandb):
     assert "s3cret" not in str(wandb.settings) and not wandb.settings["config"].keys() & set(SECRET_ARGS)
     Tracking(make_args(use_wandb=True, wandb_key="s3cret")).close("finished")
     assert wandb.logins == [{"key": "s3cret", "host": None}]
+
+
+def test_wandb_gets_the_critics_arguments_beside_the_actors_and_its_key_no_more_than_theirs(wandb):
+    critic = make_args(wandb_key="s3cret", wandb_project="values")
+    args = make_args(use_wandb=True, wandb_key="s3cret", wandb_mode="offline", critic_args=critic)
+    Tracking(args).close("finished")
+    config = wandb.settings["config"]
+    assert (config["wandb_project"], config["critic/wandb_project"]) == ("adding", "values")
+    assert "s3cret" not in str(wandb.settings) and "critic_args" not in config
 
 
 def test_wandb_runs_of_a_group_get_different_names_unless_asked_not_to(wandb):

@@ -11,8 +11,8 @@ from slime.plan import engine_memory as engines
 from slime.plan import memory as plan
 from slime.plan.activations import Activations, Setting, in_flight, layer_bytes, loss_bytes, stage_activations
 from slime.plan.parameters import Parameters, Sizes, Tensors, padded_elements
-from slime.plan.shape import DeltaNet, Dense, Experts, GroupedQuery, Indexer, Latent, LayerShape, ModelShape
 from slime.utils.layout.chunks import Chunk, PipelineLayout
+from slime.utils.model_shape import DeltaNet, Dense, Experts, GroupedQuery, Indexer, Latent, LayerShape, ModelShape
 from tests.helpers.gloo import run_ranks
 
 TOKENS = 256
@@ -154,19 +154,21 @@ def test_micro_batches_in_flight_are_megatrons(alone):
 
 
 def test_loss_peak_by_hand():
-    """8,000 tokens, 6,000 of a response, 32,000 columns: the forward pass of the loss holds logits, softmax and the
-    exponentials of all rows, unless it works in chunks; then the backward pass is the peak."""
+    """8,000 tokens, 6,000 of a response, 32,000 columns: a chunk of logits beside the hidden states, whatever T is."""
     sizes = {"tokens": 8000, "response_tokens": 6000, "columns": 32000, "hidden": 64, "width": 2}
-    row = 4 * 32000
-    assert loss_bytes(**sizes) == row * (8000 + 6000 + 6000)
-    backward = row * (6000 + 8000) + 3 * 64 * 2**20
-    assert loss_bytes(**sizes, chunk_size=100) == backward
-    assert loss_bytes(**sizes, chunk_size=5000) == row * (8000 + 6000 + 5000)
-    assert loss_bytes(**sizes, chunk_size=100, recompute_loss=True) == backward + row * 8000
+    states = 2 * 2 * 8000 * 64
+    assert loss_bytes(**sizes) == states + 2 * 6000 * (32000 + 2 * 64)
+    assert loss_bytes(**sizes, chunk_size=100) == states + 2 * 100 * (32000 + 2 * 64)
+    assert loss_bytes(**sizes, chunk_size=10, overlapped=True) == states + 2 * 32000 * 64
+    many = {"tokens": 80_000, "response_tokens": 60_000}
+    assert loss_bytes(**sizes | many) == 10 * states + 2 * 8192 * (32000 + 2 * 64)
+    assert loss_bytes(**sizes | many | {"columns": 154_880}) < 10 * states + 1.1 * 2**30
+    assert loss_bytes(**sizes, whole_logits=True) == states + 2 * 4 * 8000 * 32000
 
 
 def _flags(**changes: Any) -> Namespace:
     values = {
+        "enable_mtp_training": True,
         "bf16": True,
         "fp16": False,
         "accumulate_allreduce_grads_in_fp32": False,
@@ -392,7 +394,7 @@ def test_host_memory_of_a_node():
     small, large = (
         plan.RankMemory(rank, parameters, 5, 7, 11, activations, 3, 0, 100 * (rank + 1), 20, 23) for rank in (0, 1)
     )
-    a = _flags(actor_num_gpus_per_node=8, num_gpus_per_node=8, rollout_num_gpus=16, colocate=True)
+    a = _flags(actor_num_gpus_per_node=8, num_gpus_per_node=8, rollout_num_gpus=16, colocate=True, use_critic=False)
     host = plan.host_memory(a, [small, large])
     assert (host.optimizer, host.replicas, host.offload) == (1600, 160, 184)
     assert host.processes == 16 * plan.PROCESS_HOST and host.total == host.processes + 1944

@@ -8,6 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+from tests.helpers.shape_args import shape_args
+
 BASE = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
 MOE = "--moe-grouped-gemm --moe-router-dtype fp32 --moe-aux-loss-coeff 0 --moe-token-dispatcher-type alltoall "
 SIGMOID = (
@@ -238,8 +240,8 @@ def built():
 def test_every_rank_holds_what_megatron_builds(built, case):
     """Tensor by tensor: a wrong split or a forgotten bias once made a plan fit that did not."""
     from slime.plan.parameters import Sizes, parameters_of_rank
-    from slime.plan.shape import ModelShape
     from slime.utils.layout.pipeline import pipeline_layout
+    from slime.utils.model_shape import ModelShape
 
     args, elements, buffers = built[case]
     stage = int(case.rsplit(" ", 1)[1])
@@ -250,71 +252,8 @@ def test_every_rank_holds_what_megatron_builds(built, case):
 
 
 def _driver(model: str, *more: str) -> Namespace:
-    """Megatron's defaults of what a shape reads, and the model's flags, without Megatron."""
-    values = {
-        "moe_latent_size": None,
-        "experimental_attention_variant": None,
-        "spec": None,
-        "num_layers": None,
-        "hidden_size": None,
-        "ffn_hidden_size": None,
-        "num_attention_heads": None,
-        "num_query_groups": 1,
-        "kv_channels": None,
-        "group_query_attention": False,
-        "multi_latent_attention": False,
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_head_dim": 128,
-        "qk_pos_emb_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_layernorm": False,
-        "add_qkv_bias": False,
-        "add_bias_linear": True,
-        "attention_output_gate": False,
-        "normalization": "LayerNorm",
-        "swiglu": False,
-        "untie_embeddings_and_output_weights": False,
-        "vocab_size": None,
-        "padded_vocab_size": None,
-        "make_vocab_size_divisible_by": 128,
-        "position_embedding_type": "learned_absolute",
-        "add_position_embedding": True,
-        "max_position_embeddings": 64,
-        "num_experts": None,
-        "moe_layer_freq": 1,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": None,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_shared_expert_gate": False,
-        "moe_router_enable_expert_bias": False,
-        "mtp_num_layers": None,
-        "mtp_use_repeated_layer": False,
-        "linear_attention_freq": None,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "dsa_indexer_n_heads": None,
-        "dsa_indexer_head_dim": None,
-        "dsa_indexer_topk": None,
-        "dsa_indexer_topk_freq": 1,
-        "dsa_indexer_skip_topk_offset": 0,
-        "hf_config": None,
-    }
-    tokens = [*_flags(model), *more]
-    for i, token in enumerate(tokens):
-        if not token.startswith("--"):
-            continue
-        dest, follows = token[2:].replace("-", "_"), [*tokens, "--"][i + 1]
-        if dest == "disable_bias_linear":
-            values["add_bias_linear"] = False
-        elif follows.startswith("--"):
-            values[dest] = True
-        else:
-            values[dest] = int(follows) if follows.isdigit() else follows
-    return Namespace(**values)
+    """The model's flags and `more` over Megatron's defaults."""
+    return shape_args([*_flags(model), *more])
 
 
 @pytest.mark.parametrize(
@@ -330,7 +269,7 @@ def _driver(model: str, *more: str) -> Namespace:
 def test_public_sizes(model, billions, active):
     """The sizes the models are known by, without multi-token prediction; active: what a token is multiplied with."""
     from slime.plan.parameters import model_parameters
-    from slime.plan.shape import ModelShape
+    from slime.utils.model_shape import ModelShape
 
     parameters = model_parameters(ModelShape.from_args(_driver(model)))
     assert parameters.total() == pytest.approx(billions * 1e9, abs=5e5)
@@ -341,7 +280,7 @@ def test_glm52_with_its_mtp_layer_is_the_753_billion_model():
     """Two public numbers, 744 and 753 billion: the difference is one layer of multi-token prediction with an indexer
     and experts of its own; its embedding and output matrix are the model's."""
     from slime.plan.parameters import model_parameters
-    from slime.plan.shape import ModelShape
+    from slime.utils.model_shape import ModelShape
 
     shape = ModelShape.from_args(_driver("glm5.2-744B-A40B"))
     assert model_parameters(shape, mtp=True).total() == 753_329_921_024
@@ -354,7 +293,7 @@ def test_glm52_with_its_mtp_layer_is_the_753_billion_model():
 def test_a_sparse_model_without_megatron_flags_takes_its_config():
     """A launch script names the spec and a checkpoint; the indexer's sizes are in config.json alone."""
     from slime.plan.parameters import model_parameters
-    from slime.plan.shape import ModelShape, ShapeError
+    from slime.utils.model_shape import ModelShape, ShapeError
 
     a = _driver("glm5.2-744B-A40B")
     for name in ("n_heads", "head_dim", "topk"):
@@ -371,8 +310,8 @@ def test_a_sparse_model_without_megatron_flags_takes_its_config():
 def test_frozen_parameters_have_no_gradients():
     """--freeze-params-name-list and --only-train-params-name-list are searched in Megatron's names; only wins."""
     from slime.plan.parameters import Sizes, parameters_of_rank
-    from slime.plan.shape import ModelShape
     from slime.utils.layout.chunks import Chunk, PipelineLayout
+    from slime.utils.model_shape import ModelShape
 
     shape = ModelShape.from_args(_driver("qwen3-30B-A3B"))
     layout = PipelineLayout((Chunk(0, 0, tuple(range(48)), True, True, ()),), 1, 1)
@@ -443,7 +382,7 @@ def test_special_modules_count_as_in_transformers(family):
     import transformers
 
     from slime.plan.parameters import model_parameters
-    from slime.plan.shape import ModelShape
+    from slime.utils.model_shape import ModelShape
 
     name, values, flags = FAMILIES[family]
     config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")

@@ -9,9 +9,9 @@ import pytest
 
 from slime.plan.launch_script import read_launch_script
 from slime.plan.memory import trainer_memory
-from slime.plan.shape import ModelShape
 from slime.plan.suggest import DECIDED, Layout, layouts, suggest, without
 from slime.utils.arguments.reading import read_args
+from slime.utils.model_shape import ModelShape
 from tests.helpers import golden_plans
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,10 +8,10 @@ import torch
 
 from slime.backends.megatron_utils.update_weight.buckets import plan_buckets
 from slime.plan.parameters import model_parameters
-from slime.plan.shape import ModelShape
 from slime.plan.weight_sync import count_buckets, plan_weight_sync, stage_tensor_bytes, transport_of
 from slime.utils.arguments.reading import read_args
 from slime.utils.layout import pipeline_layout
+from slime.utils.model_shape import ModelShape
 
 # Unequal sizes; two dense and four MoE layers over two pipeline stages, vocabulary not a multiple of 128.
 MOE = (

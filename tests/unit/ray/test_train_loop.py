@@ -13,15 +13,17 @@ from tests.helpers.ray_args import make_args
 class Run:
     """Records the calls of one run, and what was logged."""
 
-    def __init__(self, monkeypatch, start=0, per_epoch=None, **changes):
+    def __init__(self, monkeypatch, start=0, per_epoch=None, critic=None, **changes):
         self.events: list = []
         self.logged: list[tuple[str, int, dict]] = []
         self.closed: str | None = None
         self.start, self.per_epoch = start, per_epoch
+        if critic is not None:
+            critic.events = self.events
         for name, made in (
             ("create_placement_groups", lambda args: {"actor": None, "rollout": None}),
             ("create_rollout_manager", lambda args, placement: (self, per_epoch)),
-            ("create_training_models", lambda args, placements, manager: (self, start)),
+            ("create_training_models", lambda args, placements, manager: (self, critic, start)),
         ):
             monkeypatch.setattr(placement_group, name, made)
         monkeypatch.setattr(driver, "Tracking", self._tracking)
@@ -48,8 +50,8 @@ class Run:
         self.events.append(f"generate {rollout_id}")
         return RolloutBatch([], {"rollout/raw_reward": 0.5})
 
-    def train(self, rollout_id, data_refs):
-        self.events.append(f"train {rollout_id}")
+    def train(self, rollout_id, data_refs, values=None):
+        self.events.append(f"train {rollout_id}" + (f" with {values}" if values else ""))
         return {"train/loss": 1.0}
 
     def eval(self, rollout_id):
@@ -77,6 +79,45 @@ class Run:
 
     def only(self, *words):
         return [event for event in self.events if event.startswith(words)]
+
+
+class Critic:
+    """The critic's part of such a run, in the same record."""
+
+    def train(self, rollout_id, data_refs, values=None):
+        assert values is None
+        self.events.append(f"critic trains {rollout_id}")
+        self.rollout_id = rollout_id
+        return {"train/critic-value_loss": 2.0}
+
+    def values(self):
+        return [f"values {self.rollout_id}"]
+
+    def save_model(self, rollout_id, force_sync):
+        self.events.append(f"critic saves {rollout_id}" + (" sync" if force_sync else ""))
+        return {"perf/critic-save_model_time": 1.0}
+
+    def __getattr__(self, name):
+        if name not in ("clear_memory", "close"):
+            raise AttributeError(name)
+        return lambda: self.events.append(f"critic {name}")
+
+
+def test_the_critic_trains_and_is_saved_before_the_actor_and_alone_at_first(monkeypatch):
+    """Its values reach the actor's training; in the first rollouts, and in their checkpoints, it is the only model.
+
+    Saved in the other order, a run killed in between would leave an actor that is ahead of its critic.
+    """
+    run = Run(monkeypatch, num_rollout=2, save_interval=1, critic=Critic(), num_critic_only_steps=1).go()
+    assert run.events == [
+        *("push", "generate 0", "critic trains 0", "save data 0", "critic saves 0", "critic clear_memory", "push"),
+        *("generate 1", "critic trains 1", "train 1 with ['values 1']"),
+        *("save data 1", "critic saves 1 sync", "save model 1 sync", "critic clear_memory", "clear_memory", "push"),
+        *("critic close", "close", "dispose"),
+    ]
+    rows = [metrics for key, _, metrics in run.logged if key == "rollout/step"]
+    assert [row["train/critic-value_loss"] for row in rows] == [2.0, 2.0]
+    assert ["train/loss" in row for row in rows] == [False, True]
 
 
 def test_order_of_a_plain_run(monkeypatch):

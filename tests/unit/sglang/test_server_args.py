@@ -99,17 +99,49 @@ def test_other_sglang_versions_are_refused_on_the_cpu_only(monkeypatch):
         build(make_args())
 
 
-@pytest.mark.parametrize(("context", "allowed"), [(None, False), (64, True), (65, False)])
-def test_sparse_attention_is_refused_beyond_its_dense_range(tmp_path, context, allowed):
-    config = {"model_type": "glm_moe_dsa", "index_topk": 64, "max_position_embeddings": 2048}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    overrides = {} if context is None else {"context_length": context}
-    args = make_args(hf_checkpoint=str(tmp_path), sglang_overrides=overrides)
-    if allowed:
-        assert build(args)["context_length"] == context
-    else:
-        with pytest.raises(ValueError, match="index_topk = 64 .* pass --sglang-context-length 64"):
-            build(args)
+def sparse_model(directory, **config):
+    """A directory with the part of a config.json that engines of sparse attention are told by."""
+    base = {"model_type": "glm_moe_dsa", "index_topk": 64, "max_position_embeddings": 2048, "num_hidden_layers": 4}
+    (directory / "config.json").write_text(json.dumps(base | config))
+    return str(directory)
+
+
+def test_sparse_attention_has_no_shorter_context_on_the_cpu(tmp_path):
+    """It was served as dense attention, and refused beyond index_topk tokens."""
+    fields = build(make_args(hf_checkpoint=sparse_model(tmp_path)))
+    assert "context_length" not in fields and "json_model_override_args" not in fields
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("enable_hierarchical_cache", True, "--sglang-enable-hierarchical-cache True: glm_moe_dsa keeps index keys"),
+        ("speculative_algorithm", "EAGLE", "--sglang-speculative-algorithm EAGLE: .* leave it away"),
+        ("disaggregation_mode", "prefill", "--sglang-disaggregation-mode prefill: .* leave it away"),
+        ("pp_size", 2, "--sglang-pp-size 2: .* does not hand on between stages; .* try --sglang-pp-size 1"),
+    ],
+)
+def test_whatever_moves_cache_slots_is_refused_for_sparse_attention_on_the_cpu(tmp_path, field, value, says):
+    """Index keys would stay behind, and tokens attend to the wrong ones without a word."""
+    given = {"sglang_overrides": {field: value}, "rollout_num_gpus_per_engine": 2}
+    with pytest.raises(ValueError, match=says):
+        build(make_args(hf_checkpoint=sparse_model(tmp_path), **given))
+    build(make_args(hf_checkpoint=sparse_model(tmp_path, index_topk=None), **given))
+    build(make_args(hf_checkpoint=sparse_model(tmp_path), accelerator="cuda", **given))
+
+
+def test_index_sharing_told_by_types_alone_is_told_to_sglang(tmp_path):
+    """SGLang reads frequency or pattern; without them it would run indexers that have no weights."""
+    types = ["full", "full", "shared", "full"]
+    for accelerator in ("cpu", "cuda"):
+        args = make_args(hf_checkpoint=sparse_model(tmp_path, indexer_types=types), accelerator=accelerator)
+        assert json.loads(build(args)["json_model_override_args"]) == {"index_topk_pattern": "FFSF"}
+        args.sglang_overrides = {"json_model_override_args": '{"index_topk": 8}'}
+        given = json.loads(build(args)["json_model_override_args"])
+        assert given == {"index_topk_pattern": "FFSF", "index_topk": 8}
+    for config in ({"indexer_types": ["full"] * 4}, {"index_topk_freq": 2, "index_skip_topk_offset": 2}):
+        args = make_args(hf_checkpoint=sparse_model(tmp_path, **config))
+        assert "json_model_override_args" not in build(args)
 
 
 def test_command_line_leaves_defaults_out():

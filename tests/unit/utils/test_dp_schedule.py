@@ -1,26 +1,23 @@
 """The schedule trains every sample once, respects capacity and layout, and explains what it cannot do."""
 
 import logging
-from argparse import Namespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.utils.dp_schedule import build_dp_schedule
-from slime.utils.flops_utils import fwd_flops_per_sample
+from slime.utils.flops import flops_of_sequences
+from tests.helpers.shape_args import shape_args
 
 MODEL = {
     "num_layers": 2,
     "hidden_size": 40,
     "num_attention_heads": 4,
-    "kv_channels": None,
-    "group_query_attention": False,
-    "num_query_groups": 1,
-    "multi_latent_attention": False,
     "ffn_hidden_size": 72,
     "swiglu": True,
-    "num_experts": None,
+    "add_bias_linear": False,
+    "vocab_size": 99,
 }
 
 
@@ -32,7 +29,7 @@ def make_args(**flags):
         "balance_data": False,
         "balance_by_flops": False,
     }
-    return Namespace(**{**MODEL, **defaults, **flags})
+    return shape_args(**{**MODEL, **defaults, **flags})
 
 
 def layout(dp=1, cp=1, vpp=1, group=1):
@@ -141,7 +138,7 @@ def test_static_mode_is_consecutive_chunks_dealt_round_robin():
 
 def test_balance_data_evens_out_flops_over_ranks():
     lengths = [48, 2, 47, 3, 46, 4, 45, 5]
-    flops = fwd_flops_per_sample(lengths, make_args())
+    flops = flops_of_sequences(lengths, make_args())
 
     def spread(**flags):
         schedule = build(lengths, config=layout(dp=2), use_dynamic_batch_size=False, **flags)

@@ -18,7 +18,6 @@ from slime.backends.megatron_utils.cp_utils import (
     canonical_length,
     get_parallel_state,
     local_masks,
-    require_zigzag,
     slice_log_prob_with_cp,
 )
 from slime.backends.megatron_utils.loss.kl import compute_approx_kl
@@ -38,7 +37,6 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict[str, Any]
     parallel = get_parallel_state()
     if not parallel.is_last_stage:
         return
-    require_zigzag(args, parallel)
     log_probs = rollout_data.get("rollout_log_probs" if args.use_rollout_logprobs else "log_probs")
     rollout_data["kl"] = kl = _per_token_kl(args, rollout_data, log_probs, parallel)
 

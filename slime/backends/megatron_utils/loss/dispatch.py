@@ -1,4 +1,4 @@
-"""The function Megatron's schedule calls with a micro-batch's logits: picks the loss, scales it, refuses NaN."""
+"""The function Megatron's schedule calls with a micro-batch's scores: picks the loss, scales it, refuses NaN."""
 
 import math
 from argparse import Namespace
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from slime.backends.megatron_utils.cp_utils import canonical_length, get_parallel_state, require_zigzag
-from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
+from slime.backends.megatron_utils.cp_utils import canonical_length, get_parallel_state
+from slime.backends.megatron_utils.loss.log_probs import Scores, get_log_probs_and_entropy
 from slime.backends.megatron_utils.loss.policy import policy_loss_function
 from slime.backends.megatron_utils.loss.reduction import count_tokens, make_reducer
 from slime.backends.megatron_utils.loss.supervised import sft_loss_function, value_loss_function
+from slime.backends.megatron_utils.loss.vocab_parallel import vocab_parallel_log_probs
 from slime.utils.misc import load_function
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -25,9 +26,12 @@ class NonFiniteLossError(FloatingPointError):
 
 
 def loss_function(
-    args: Namespace, batch: dict[str, Any], num_microbatches: int, step_global_batch_size: int, logits: Tensor
+    args: Namespace, batch: dict[str, Any], num_microbatches: int, step_global_batch_size: int, scores: Tensor | Scores
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """(loss, normaliser, log) of one micro-batch, scaled so that Megatron averages to the mean over a step.
+
+    scores: the model's logits [1, T, V / tp], a critic's values [1, T, 1], or `Scores`, of which a custom loss gets
+    the logits.
 
     Per-rollout mean: Megatron divides by the normaliser (1) and num_microbatches and averages gradients over DP x CP,
     so loss = reduced * num_microbatches * (dp cp) / step_global_batch_size. Per token: gradients are summed and
@@ -38,28 +42,29 @@ def loss_function(
     reducer's sums. Raises NonFiniteLossError; costs one scalar test.
     """
     parallel = get_parallel_state()
-    require_zigzag(args, parallel)
     reducer = make_reducer(args, batch, batch["loss_masks"], parallel)
     compute = partial(_select(args), args, batch)
+    if args.loss_type == "custom_loss" and not isinstance(scores, Tensor):
+        scores = scores.logits()
     if args.recompute_loss_function:
-        loss, metrics = checkpoint(compute, logits, reducer, use_reentrant=False)
+        loss, metrics = checkpoint(compute, scores, reducer, use_reentrant=False)
     else:
-        loss, metrics = compute(logits, reducer)
+        loss, metrics = compute(scores, reducer)
     lengths = zip(batch["total_lengths"], batch["response_lengths"], strict=True)
     if not any(canonical_length(n, m, parallel) for n, m in lengths):
-        # No token of this rank trains; a custom loss may then ignore the logits, but every rank must run backward.
-        loss = loss + 0 * logits.sum()
+        # No token of this rank trains; a custom loss may then ignore the scores, but every rank must run backward.
+        loss = loss + 0 * _connected(scores)
     if not torch.isfinite(loss):
-        raise NonFiniteLossError(_explain(args, batch, loss, metrics, logits))
+        raise NonFiniteLossError(_explain(args, batch, loss, metrics, scores))
 
     if args.calculate_per_token_loss:
-        normaliser = logged = count_tokens(batch["loss_masks"]).to(logits.device)
+        normaliser = logged = count_tokens(batch["loss_masks"]).to(scores.device)
         loss = loss * parallel.cp_size
     else:
-        normaliser, logged = torch.ones((), dtype=torch.int32, device=logits.device), 0
+        normaliser, logged = torch.ones((), dtype=torch.int32, device=scores.device), 0
         loss = loss * (num_microbatches * parallel.dp_cp_size / step_global_batch_size)
     values = [
-        torch.as_tensor(v, dtype=torch.float32, device=logits.device).detach() for v in (logged, *metrics.values())
+        torch.as_tensor(v, dtype=torch.float32, device=scores.device).detach() for v in (logged, *metrics.values())
     ]
     return loss, normaliser, {"keys": list(metrics), "values": torch.stack(values)}
 
@@ -80,8 +85,20 @@ def _select(args: Namespace) -> LossFunction:
             raise ValueError(f"--loss-type {args.loss_type!r}: choose policy_loss, sft_loss or custom_loss")
 
 
+def _connected(scores: Tensor | Scores) -> Tensor:
+    """A scalar through which backward reaches the model: the sum of logits, or of no log-probability."""
+    if isinstance(scores, Tensor):
+        return scores.sum()
+    hidden, head = scores.projection()
+    nothing = torch.zeros(0, dtype=torch.int64, device=hidden.device)
+    log_probs, _ = vocab_parallel_log_probs(hidden, nothing, nothing, **head)
+    return log_probs.sum()
+
+
 @torch.no_grad()
-def _explain(args: Namespace, batch: dict[str, Any], loss: Tensor, metrics: dict[str, Tensor], logits: Tensor) -> str:
+def _explain(
+    args: Namespace, batch: dict[str, Any], loss: Tensor, metrics: dict[str, Tensor], scores: Tensor | Scores
+) -> str:
     """Which samples of the micro-batch hold non-finite values, and in which per-token list."""
     columns = {
         key: batch[key]
@@ -91,7 +108,7 @@ def _explain(args: Namespace, batch: dict[str, Any], loss: Tensor, metrics: dict
     if args.loss_type != "value_loss":
         unrestricted = Namespace(**{**vars(args), "rollout_top_p": 1.0})
         _, current = get_log_probs_and_entropy(
-            logits,
+            scores,
             args=unrestricted,
             unconcat_tokens=batch["unconcat_tokens"],
             total_lengths=batch["total_lengths"],

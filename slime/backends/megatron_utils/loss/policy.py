@@ -9,19 +9,20 @@ from torch import Tensor
 from slime.backends.megatron_utils.cp_utils import get_parallel_state
 from slime.backends.megatron_utils.loss.corrections import apply_correction
 from slime.backends.megatron_utils.loss.kl import compute_approx_kl
-from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy
+from slime.backends.megatron_utils.loss.log_probs import Scores, get_log_probs_and_entropy
 from slime.backends.megatron_utils.loss.reduction import Reducer, make_reducer, sequence_mean
 from slime.utils.misc import load_function
 
 
 def policy_loss_function(
-    args: Namespace, batch: dict[str, Any], logits: Tensor, reducer: Reducer
+    args: Namespace, batch: dict[str, Any], logits: Tensor | Scores, reducer: Reducer
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """loss = pg - entropy_coef H + kl_loss_coef KL of one micro-batch, each term a `reducer` sum, and its metrics.
 
-    logits: [1, T, V / tp]. batch: unconcat_tokens, total_lengths, response_lengths, loss_masks (whole responses) and
-    per-sample canonical lists: advantages and, as flags need, log_probs, rollout_log_probs, ref_log_probs. The policy
-    that the ratio refers to is rollout_log_probs with use_rollout_logprobs, else log_probs, else the current one.
+    logits: [1, T, V / tp], or `Scores`. batch: unconcat_tokens, total_lengths, response_lengths, loss_masks (whole
+    responses) and per-sample canonical lists: advantages and, as flags need, log_probs, rollout_log_probs,
+    ref_log_probs. The policy that the ratio refers to is rollout_log_probs with use_rollout_logprobs, else log_probs,
+    else the current one.
     Raises ValueError naming a list that a flag needs and the batch lacks.
     """
     _, current = get_log_probs_and_entropy(

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.loss.log_probs import get_log_probs_and_entropy, get_values
+from slime.backends.megatron_utils.loss.log_probs import Scores, get_log_probs_and_entropy, get_values
 from slime.backends.megatron_utils.loss.reduction import Reducer
 
 
 def sft_loss_function(
-    args: Namespace, batch: dict[str, Any], logits: Tensor, reducer: Reducer
+    args: Namespace, batch: dict[str, Any], logits: Tensor | Scores, reducer: Reducer
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-log p of the unmasked response tokens. Nothing was sampled, so neither temperature nor top-p records apply."""
     supervised = Namespace(**{**vars(args), "rollout_temperature": 1.0, "rollout_top_p": 1.0})

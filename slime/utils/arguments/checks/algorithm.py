@@ -124,7 +124,7 @@ def check_loss(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     if a.eps_clip_c is not None and a.eps_clip_c <= 1:
         yield Problem(("--eps-clip-c",), f"is {a.eps_clip_c:g}, must be > 1", "--eps-clip-c 3.0")
     if a.log_probs_chunk_size != -1 and a.log_probs_chunk_size < 1:
-        says = f"is {a.log_probs_chunk_size}, must be -1 (all rows at once) or at least 1"
+        says = f"is {a.log_probs_chunk_size}, must be -1 (as many rows as 1 GiB holds) or at least 1"
         yield Problem(("--log-probs-chunk-size",), says, "--log-probs-chunk-size 1024")
 
 
@@ -136,7 +136,12 @@ def check_trained_parameters(a: Namespace, given: Mapping[str, str]) -> Iterator
 
 
 def check_critic(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """Rollouts that train the critic alone need one, and a value clip is a range."""
+    """Rollouts that train the critic alone need one, a critic needs a loss that its values count in; ranges."""
+    trains_values = a.compute_advantages_and_returns and a.loss_type != "sft_loss"
+    if a.use_critic and not trains_values and not a.debug_rollout_only:
+        cause = "--loss-type" if a.loss_type == "sft_loss" else "--disable-compute-advantages-and-returns"
+        says = "ppo trains a critic, whose values nothing would read"
+        yield Problem(("--advantage-estimator", cause), says, "--advantage-estimator grpo")
     if a.num_critic_only_steps < 0:
         says = f"is {a.num_critic_only_steps}, must be at least 0"
         yield Problem(("--num-critic-only-steps",), says, "--num-critic-only-steps 0")

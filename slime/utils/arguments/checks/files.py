@@ -10,7 +10,13 @@ from typing import Any
 
 from slime.utils.arguments.checks.common import model_config
 from slime.utils.arguments.flag import Problem
-from slime.utils.arguments.hf_config import is_hf_checkpoint, is_megatron_checkpoint, language_model
+from slime.utils.arguments.hf_config import (
+    TRACKER,
+    is_hf_checkpoint,
+    is_megatron_checkpoint,
+    is_unlisted_megatron_checkpoint,
+    language_model,
+)
 
 _SLICE = re.compile(r"@\[([^\]]*)\]$")
 _BOUNDS = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*")
@@ -74,11 +80,24 @@ def check_reference(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]
     if a.ref_load is None:
         suggestion = f"--ref-load {a.hf_checkpoint}" if a.hf_checkpoint else "--ref-load CHECKPOINT"
         yield Problem(("--ref-load",), f"is not given, and {cause} compares with a reference model", suggestion)
+    elif is_unlisted_megatron_checkpoint(a.ref_load):
+        return  # reported as such
     elif not (is_megatron_checkpoint(a.ref_load) or is_hf_checkpoint(a.ref_load)):
-        kinds = (
-            "neither a Megatron checkpoint (latest_checkpointed_iteration.txt) nor a Hugging Face one (config.json)"
-        )
+        kinds = f"neither a Megatron checkpoint ({TRACKER}) nor a Hugging Face one (config.json)"
         yield Problem(("--ref-load",), f"{a.ref_load} is {kinds}", kind="absent")
+
+
+def check_checkpoint_directories(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
+    """Weights that lie there are loaded: a run must not start elsewhere because the directory above was meant."""
+    if a.debug_rollout_only:
+        return
+    for path, flag in {a.load: "--load", a.ref_load: "--ref-load"}.items():  # --load falls back to --ref-load
+        if not is_unlisted_megatron_checkpoint(path):
+            continue
+        parent = Path(path).absolute().parent
+        newest = (parent / TRACKER).read_text().strip() if (parent / TRACKER).is_file() else None
+        says = f"{path} is a checkpoint inside a directory, and Megatron loads the one that {parent / TRACKER} names: "
+        yield Problem((flag,), says + (newest or "there is none"), f"{flag} {parent}" if newest else "")
 
 
 def check_checkpoint_steps(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
@@ -138,6 +157,7 @@ CHECKS = (
     check_prompt_data,
     check_eval_data,
     check_reference,
+    check_checkpoint_directories,
     check_checkpoint_steps,
     check_same_model,
     check_debug_data,

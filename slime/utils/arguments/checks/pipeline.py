@@ -23,6 +23,7 @@ from slime.utils.layout.index_sharing import (
 )
 from slime.utils.layout.moe_layers import moe_layer_pattern
 from slime.utils.layout.pipeline import FIRST, LAST, LAYOUT, PP, pipeline_layout
+from slime.utils.layout.sparse_kernels import PLAIN, why_not
 from slime.utils.layout.splits import balanced_counts
 from slime.utils.layout.stage_string import stage_string
 
@@ -172,16 +173,47 @@ def check_engine_stages(a: Namespace, given: Mapping[str, str]) -> Iterator[Prob
 
 @of_trainer
 def check_sparse_attention(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
-    """What Megatron's sparse attention asks of the rest, and what the trainer does not do with it yet."""
+    """What Megatron's sparse attention asks of the rest: its layers, its kernels, and what trains the indexer."""
     if not uses_sparse_attention(a):
         return
     if a.add_bias_linear:
         says = "sparse attention absorbs its projections into one another, which have no biases then"
         yield Problem(("--experimental-attention-variant",), says, "--disable-bias-linear")
-    if a.context_parallel_size > 1:
-        says = f"{a.context_parallel_size} with sparse attention is not supported yet by this version of slime: its "
-        says += "all-gather layout (--allgather-cp) cuts the packed stream into contiguous pieces"
-        yield Problem(("--context-parallel-size",), says, "--context-parallel-size 1", kind="unsupported")
+    if (
+        a.dsa_indexer_rope_interleaved
+        and a.checkpoint_facts
+        and "dsa_indexer_rope_interleaved" not in a.checkpoint_facts
+    ):
+        says = (
+            "the checkpoint's indexer rotates halves (indexer_rope_interleave in config.json, or its family's default)"
+        )
+        yield Problem(("--dsa-indexer-rope-interleaved",), says, "leave --dsa-indexer-rope-interleaved out")
+    yield from _kernels(a)
+    yield from _indexer_training(a)
+
+
+def _kernels(a: Namespace) -> Iterator[Problem]:
+    """A named backend must fit; without a name trainers take the best that does."""
+    kernels = a.dsa_kernel_backend
+    described = None not in (a.kv_lora_rank, a.num_attention_heads, a.dsa_indexer_topk)
+    if kernels == PLAIN or not described:
+        return
+    says = "its kernels need a GPU" if a.accelerator == "cpu" else why_not(kernels, a)
+    if says:
+        yield Problem(("--dsa-kernel-backend",), f"{kernels}: {says}", "leave --dsa-kernel-backend out")
+
+
+def _indexer_training(a: Namespace) -> Iterator[Problem]:
+    coefficient, flag = a.dsa_indexer_loss_coeff or 0.0, "--dsa-indexer-loss-coeff"
+    if coefficient < 0:
+        yield Problem((flag,), f"is {coefficient:g}, must be >= 0 (0: the indexer is frozen)", f"{flag} 1.0")
+    if coefficient > 0 and a.freeze_indexer:
+        says = f"{flag} {coefficient:g} trains the indexer, --freeze-indexer keeps it as it is"
+        yield Problem((flag, "--freeze-indexer"), says, f"leave {flag} out")
+    if coefficient > 0 and a.calculate_per_token_loss:
+        says = f"{flag} {coefficient:g} is a mean over all tokens of a micro-batch, and --calculate-per-token-loss "
+        says += "divides every gradient by the response tokens of the step: not supported yet"
+        yield Problem((flag, "--calculate-per-token-loss"), says, f"leave {flag} out", kind="unsupported")
 
 
 @of_trainer
@@ -199,16 +231,38 @@ def check_mtp(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     if layers > 0 and a.position_embedding_type not in ROTARY_FOR_MTP and not a.use_rotary_position_embeddings:
         says = f"{a.position_embedding_type} does not go with {flag} {layers}"
         yield Problem(("--position-embedding-type",), says, "--position-embedding-type rope")
-    contiguous = a.allgather_cp and a.context_parallel_size > 1 and uses_sparse_attention(a)
-    if a.enable_mtp_training and layers and contiguous:
-        says = (
-            f"with --context-parallel-size {a.context_parallel_size} and --allgather-cp a rank's tokens are cut out "
-            "of the packed stream, and each MTP layer reads one token further"
-        )
-        yield Problem(("--enable-mtp-training", "--allgather-cp"), says, "--context-parallel-size 1")
     if a.mtp_loss_scaling_factor < 0:
         says = f"is {a.mtp_loss_scaling_factor:g}, must be >= 0"
         yield Problem(("--mtp-loss-scaling-factor",), says, "--mtp-loss-scaling-factor 0.2")
+    if layers > 1 and uses_sparse_attention(a):
+        says = f"{layers} with sparse attention: the published models have one, which chooses its own top-k"
+        yield Problem((flag,), says, f"{flag} 1")
+    if layers > 0:
+        yield from _mtp_in_stages(a, flag)
+
+
+def _mtp_in_stages(a: Namespace, flag: str) -> Iterator[Problem]:
+    """Where prediction layers sit among the stages, and what reaches them there."""
+    pp, reduce = a.pipeline_model_parallel_size, "--overlap-grad-reduce"
+    if pp > 1 and a.overlap_grad_reduce:
+        says = (
+            f"with {PP} {pp} and {flag} the last stage has a copy of the embedding that gets no gradient of its own, "
+        )
+        says += "for which the overlapped reduction would wait"
+        yield Problem((reduce, flag), says, f"leave {reduce} out", kind="unsupported")
+    if not a.enable_mtp_training:
+        return
+    rows, recompute = a.recompute_num_layers, "--recompute-num-layers"
+    if a.recompute_granularity == "full" and a.recompute_method == "uniform" and rows not in (None, 1):
+        says = f"{rows}: Megatron recomputes prediction layers one by one"
+        yield Problem((recompute, "--enable-mtp-training"), says, f"{recompute} 1")
+    try:
+        chunks = pipeline_layout(a).chunks
+    except LayoutError:
+        return  # reported as such
+    if any(chunk.mtp_layers and not chunk.head for chunk in chunks):
+        says = "puts the prediction layers (m) on another stage than the loss (L), where their loss is computed"
+        yield Problem((LAYOUT, "--enable-mtp-training"), says, f"leave {LAYOUT} out", kind="unsupported")
 
 
 def _problem(error: LayoutError) -> Problem:

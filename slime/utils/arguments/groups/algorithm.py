@@ -26,12 +26,12 @@ GROUP = FlagGroup(
         Flag("--clip-grad", float, 1.0, "Largest norm of the gradient."),
         switch("--calculate-per-token-loss", "Average the loss over tokens instead of over responses."),
         Flag("--lr", float, 1e-6, "Learning rate."),
-        Flag("--num-critic-only-steps", int, 0, "First rollouts that train the critic alone.", supported=False),
+        Flag("--num-critic-only-steps", int, 0, "First rollouts that train the critic alone."),
         Flag("--megatron-config-path", str, None, "YAML file with settings that hold for one training role alone."),
         Flag("--eps-clip", float, 0.2, "Lower clip range of the probability ratio."),
         Flag("--eps-clip-high", float, None, "Upper clip range. Default: --eps-clip."),
         Flag("--eps-clip-c", float, None, "Bound of the loss for negative advantages (dual clip), > 1."),
-        Flag("--value-clip", float, 0.2, "Clip range of the value loss.", supported=False),
+        Flag("--value-clip", float, 0.2, "Clip range of the value loss."),
         Flag("--kl-coef", float, 0.0, "Weight of the KL penalty in rewards."),
         Flag(
             "--loss-type",
@@ -53,7 +53,6 @@ GROUP = FlagGroup(
             "grpo",
             "How advantages follow from rewards.",
             choices=ESTIMATORS,
-            unsupported_choices=("ppo",),
         ),
         off(
             "--disable-compute-advantages-and-returns",
@@ -72,7 +71,7 @@ GROUP = FlagGroup(
         Flag("--ref-update-interval", int, None, "Rollouts after which the reference becomes the current policy."),
         Flag("--entropy-coef", float, 0.0, "Weight of the entropy bonus."),
         Flag("--gamma", float, 1.0, "Discount of returns."),
-        Flag("--lambd", float, 1.0, "Lambda of generalised advantage estimation.", supported=False),
+        Flag("--lambd", float, 1.0, "Lambda of generalised advantage estimation."),
         switch("--normalize-advantages", "Whiten advantages over the batch."),
         off(
             "--disable-grpo-std-normalization",

@@ -19,15 +19,19 @@ GROUP = FlagGroup(
         ),
         Flag("--data-pad-size-multiplier", int, 128, "Packed batches are padded to a multiple of this many tokens."),
         Flag("--padded-vocab-size", int, None, "Vocabulary size of the model. Default: padded from the checkpoint's."),
-        Flag("--mtp-num-layers", int, None, "Multi-token-prediction layers.", supported=False),
+        Flag(
+            "--mtp-num-layers",
+            int,
+            None,
+            "Multi-token-prediction layers to load, keep and push; frozen without --enable-mtp-training.",
+        ),
         Flag(
             "--mtp-loss-scaling-factor",
             float,
             0.2,
-            "Weight of the loss of multi-token-prediction layers.",
-            supported=False,
+            "Weight of the loss of multi-token-prediction layers, which reaches these layers alone.",
         ),
-        switch("--enable-mtp-training", "Train the multi-token-prediction layers too.", supported=False),
+        switch("--enable-mtp-training", "Train the multi-token-prediction layers beside the policy."),
         switch("--post-self-attn-layernorm", "A norm after the attention, before its residual (GLM-4)."),
         switch("--post-mlp-layernorm", "A norm after the MLP, before its residual (GLM-4)."),
         switch(

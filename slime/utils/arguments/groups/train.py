@@ -90,7 +90,13 @@ GROUP = FlagGroup(
             "--recompute-loss-function",
             "Recompute the loss function's activations in the backward pass to save memory.",
         ),
-        Flag("--log-probs-chunk-size", int, -1, "Rows of logits turned into log-probs at once; -1: all rows."),
+        Flag(
+            "--log-probs-chunk-size",
+            int,
+            -1,
+            "Rows of logits that exist at once, in the log-prob pass and in training; -1: as many as 1 GiB holds, at "
+            "most 8192.",
+        ),
         Flag(
             "--only-train-params-name-list",
             str,
@@ -105,11 +111,15 @@ GROUP = FlagGroup(
             "Freeze parameters whose name matches a regular expression.",
             nargs="*",
         ),
-        switch("--freeze-indexer", "Freeze the sparse-attention indexer.", supported=False),
+        switch(
+            "--freeze-indexer",
+            "Keep the indexer of sparse attention as it is, which is the default: only --dsa-indexer-loss-coeff "
+            "trains it.",
+        ),
         switch(
             "--allgather-cp",
-            "Context parallelism gathers keys and values instead of passing them around. Models with sparse attention "
-            "need it and get it by themselves.",
+            "Context parallelism gathers keys and values instead of passing them around; the cut stays zigzag. Models "
+            "with sparse attention need it and get it by themselves.",
         ),
     ],
 )

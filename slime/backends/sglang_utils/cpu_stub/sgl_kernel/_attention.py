@@ -28,6 +28,7 @@ def fix_backend(module: types.ModuleType) -> None:
         init(self, model_runner)
         self.fixed_blocks = bool(model_runner.server_args.enable_deterministic_inference)
         self.block_layout = None
+        self.chosen = None
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
         self.block_layout = None
@@ -45,11 +46,11 @@ def fix_backend(module: types.ModuleType) -> None:
                 self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
                 extend_seq_lens, encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size,
             )  # fmt: skip
-        layout = _layout_of(
-            self, seq_lens, lambda: block_layout(extend_seq_lens, extend_prefix_lens, self.fixed_blocks)
-        )
+        layout = _layout_of(self, seq_lens, extend_seq_lens, extend_prefix_lens)
         tables = req_to_token[req_pool_indices]
-        return block_attention(query, k_cache, v_cache, tables, layout, scaling, sliding_window_size, out=output)
+        return block_attention(
+            query, k_cache, v_cache, tables, layout, scaling, sliding_window_size, output, self.chosen
+        )
 
     def decode(
         self: Any, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, req_to_token: Tensor,
@@ -63,13 +64,27 @@ def fix_backend(module: types.ModuleType) -> None:
                 self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, scaling,
                 enable_gqa, causal, is_cross_attn, sliding_window_size,
             )  # fmt: skip
-        one = torch.ones_like(seq_lens)
-        layout = _layout_of(self, seq_lens, lambda: block_layout(one, seq_lens - 1, self.fixed_blocks))
+        layout = _layout_of(self, seq_lens, None, None)
         tables = req_to_token[req_pool_indices]
-        return block_attention(query, k_cache, v_cache, tables, layout, scaling, sliding_window_size, out=output)
+        return block_attention(
+            query, k_cache, v_cache, tables, layout, scaling, sliding_window_size, output, self.chosen
+        )
 
+    backend.forward_extend = _with_choice(backend.forward_extend)
+    backend.forward_decode = _with_choice(backend.forward_decode)
     backend.__init__, backend.init_forward_metadata = __init__, init_forward_metadata
     backend._run_sdpa_forward_extend, backend._run_sdpa_forward_decode = extend, decode
+
+
+def _with_choice(forward: Any) -> Any:
+    """The backend's method, which now takes what the indexer of sparse attention chose."""
+
+    def forward_with_choice(self: Any, *args: Any, topk_indices: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """topk_indices: [T, K] positions that each query sees, -1 for none; None: all before it."""
+        self.chosen = topk_indices
+        return forward(self, *args, **kwargs)
+
+    return forward_with_choice
 
 
 def _refuse_fixed_blocks(fixed_blocks: bool) -> None:
@@ -77,10 +92,19 @@ def _refuse_fixed_blocks(fixed_blocks: bool) -> None:
         raise NotImplementedError("--enable-deterministic-inference on the CPU covers causal self-attention only")
 
 
-def _layout_of(backend: Any, seq_lens: Tensor, make: Any) -> "BlockLayout":
-    """One layout serves all layers of a forward pass."""
+def batch_layout(backend: Any, forward_batch: Any) -> "BlockLayout":
+    """The layout of a batch of self-attention, prefill or decode; one serves all layers of a forward pass."""
+    if forward_batch.forward_mode.is_decode():
+        return _layout_of(backend, forward_batch.seq_lens, None, None)
+    return _layout_of(backend, forward_batch.seq_lens, forward_batch.extend_seq_lens, forward_batch.extend_prefix_lens)
+
+
+def _layout_of(backend: Any, seq_lens: Tensor, query_lens: Tensor | None, prefix_lens: Tensor | None) -> "BlockLayout":
+    """query_lens, prefix_lens: None when each request has one new token (decode)."""
     if backend.block_layout is None or backend.block_layout[0] is not seq_lens:
-        backend.block_layout = (seq_lens, make())
+        if query_lens is None:
+            query_lens, prefix_lens = torch.ones_like(seq_lens), seq_lens - 1
+        backend.block_layout = (seq_lens, block_layout(query_lens, prefix_lens, backend.fixed_blocks))
     return backend.block_layout[1]
 
 
@@ -132,19 +156,25 @@ def block_attention(
     scaling: float | None,
     window: int | None,
     out: Tensor,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over paged keys, written to `out` [T, heads, Dv], which is returned.
 
     query: [T, heads, D]. k_cache, v_cache: [slots, kv_heads, D or Dv]. tables: [R, max_len] slot of each position.
     scaling: of the scores, 1 / sqrt(D) if None. window: a query sees itself and `window` tokens before, None: all.
+    chosen: [T, K] the positions that a query sees, -1 for none; at least one of them is not after it. None: all.
     """
     kv_heads, dims = k_cache.shape[1], k_cache.shape[2] + v_cache.shape[2]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    step = max(1, _MAX_ELEMENTS // (kv_heads * layout.kv_block * dims))
+    per_block = kv_heads * layout.kv_block * dims
+    if chosen is not None:
+        per_block = max(per_block, layout.rows.shape[1] * layout.key_counts[0])
+    step = max(1, _MAX_ELEMENTS // per_block)
     for start in range(0, len(layout.key_counts), step):
         part = slice(start, start + step)
         rows, valid = layout.rows[part], layout.valid[part]
-        result = _attend(query[rows].float() * scaling, k_cache, v_cache, tables, layout, part, window)
+        seen = None if chosen is None else _seen(chosen[rows], layout.key_counts[start], layout.kv_block)
+        result = _attend(query[rows].float() * scaling, k_cache, v_cache, tables, layout, part, window, seen)
         out[rows[valid]] = result[valid].to(out.dtype)
     return out
 
@@ -157,8 +187,9 @@ def _attend(
     layout: BlockLayout,
     part: slice,
     window: int | None,
+    seen: Tensor | None,
 ) -> Tensor:
-    """query: [N, Q, heads, D] float32, scaled. Returns [N, Q, heads, Dv] float32."""
+    """query: [N, Q, heads, D] float32, scaled. seen: [N, Q, keys] bool. Returns [N, Q, heads, Dv] float32."""
     blocks, q_block, heads, _ = query.shape
     kv_heads, v_dim, kv_block = k_cache.shape[1], v_cache.shape[2], layout.kv_block
     group = heads // kv_heads
@@ -181,6 +212,8 @@ def _attend(
         hidden = keys_at > positions[:active, :, None]
         if window is not None and window > -1:
             hidden |= keys_at < positions[:active, :, None] - window
+        if seen is not None:
+            hidden |= ~seen[:active, :, start : start + kv_block]
         scores = _bmm(query[:n], keys)
         scores.view(active, kv_heads, q_block, group, kv_block).masked_fill_(hidden[:, None, :, None, :], -torch.inf)
         if acc is None:
@@ -197,6 +230,14 @@ def _attend(
         acc[:n] = acc[:n] * shrink + _bmm(weights, values)
     result = (acc / sums).view(blocks, kv_heads, q_block, group, v_dim)
     return result.transpose(1, 2).reshape(blocks, q_block, heads, v_dim)
+
+
+def _seen(chosen: Tensor, keys: int, kv_block: int) -> Tensor:
+    """chosen: [N, Q, K] positions, -1 for none. Returns [N, Q, keys rounded up to whole blocks] bool."""
+    columns = -(-keys // kv_block) * kv_block
+    seen = torch.zeros(*chosen.shape[:2], columns + 1, dtype=torch.bool)  # the last column takes the -1s
+    index = torch.where(chosen < 0, columns, chosen).long()
+    return seen.scatter_(2, index, True)[..., :columns]
 
 
 def _exp(x: Tensor) -> Tensor:

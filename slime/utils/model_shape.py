@@ -1,4 +1,4 @@
-"""What a model is made of, layer by layer, read from Megatron's argument names; the plan counts everything from it.
+"""What a model is made of, layer by layer, read from Megatron's argument names; plan and FLOPs count from it.
 
 Knows no parallel layout (that is `parameters`) and imports neither torch nor megatron.
 """
