@@ -171,6 +171,25 @@ def check_only_the_chosen_parameters_train(hf: str, scratch: Path) -> None:
         assert {name.split(".")[-2] for name in changed} == trained, changed
 
 
+def check_recomputed_layers_behind_a_frozen_embedding_train(hf: str, scratch: Path) -> None:
+    """A checkpointed layer whose input asks for no gradient has no backward pass: the decoder stayed as it was."""
+    import numpy as np
+
+    frozen = {"freeze_params_name_list": ["embedding", r"layers\.0\."]}
+    found = {}
+    for method in ("", "uniform", "block"):
+        flags = ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", "2")
+        args = trainer_args("qwen3", hf, *(flags if method else ()), **SFT, **frozen)
+        with open_trainer(args, 0, 1) as trainer:
+            (metrics,) = train_rollouts(trainer, range(1))
+            found[method] = metrics["train/grad_norm"], hf_weights(trainer)
+    norm, weights = found.pop("")
+    for method, (other_norm, other) in found.items():
+        assert abs(other_norm - norm) < 1e-5 * norm, (method, other_norm, norm)
+        for name, weight in weights.items():
+            assert np.abs(other[name] - weight).max() < 1e-5, (method, name)
+
+
 def check_hooks_are_called(hf: str, scratch: Path) -> None:
     paths = {
         "custom_megatron_init_path": f"{HERE}.after_init",

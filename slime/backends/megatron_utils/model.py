@@ -24,7 +24,7 @@ from megatron.training.training import get_megatron_optimizer_config, get_model
 from torch import Tensor
 
 from slime.backends.megatron_utils.data import FORWARD_KEYS, TRAIN_KEYS, DataIterator, get_batch
-from slime.backends.megatron_utils.indexer_loss import count_real_tokens_only, indexer_metrics, trains_indexers
+from slime.backends.megatron_utils.indexer_loss import count_real_tokens_only, indexer_metrics, uses_indexers
 from slime.backends.megatron_utils.loss import loss_function
 from slime.backends.megatron_utils.model_provider import get_model_provider_func
 from slime.backends.megatron_utils.mtp import PredictionLoss
@@ -157,7 +157,7 @@ def train_one_step(
         batch = get_batch(iterator, TRAIN_KEYS, args.data_pad_size_multiplier)
         if predictions is not None:
             batch["model_kwargs"] |= predictions.arguments(batch)
-        if trains_indexers(args):
+        if uses_indexers(args):
             count_real_tokens_only(batch)
         batch["step_name"] = f"rollout {rollout_id} step {step_id}"
         return _forward(args, chunk, batch), partial(
@@ -176,7 +176,7 @@ def train_one_step(
         metrics = reduce_step_metrics(losses, step_global_batch_size, args.calculate_per_token_loss)
         if predictions is not None:
             metrics |= predictions.metrics(state.optimizer)
-    if trains_indexers(args):
+    if uses_indexers(args):
         metrics |= indexer_metrics(args, num_microbatches)
     metrics["grad_norm"] = float(grad_norm or 0.0)  # None without clipping
     metrics["update_skipped"] = float(not updated)

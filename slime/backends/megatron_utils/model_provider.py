@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
@@ -15,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
-from torch import nn
+from torch import Tensor, nn
 
 from slime.backends.megatron_utils.critic_head import attach_value_head, is_critic
 from slime.backends.megatron_utils.layer_specs import decoder_block_spec
@@ -51,6 +52,7 @@ def get_model_provider_func(
             model.mtp.requires_grad_(False)
         if is_critic(args):
             attach_value_head(args, model, post_process)
+        recompute_behind_frozen_embedding(model)
         return model
 
     return provider
@@ -67,6 +69,24 @@ def freeze_parameters(args: Namespace, model: nn.Module) -> None:
         param.requires_grad_(trained and param.requires_grad)  # the layers may have frozen it: an untrained indexer
         frozen += not param.requires_grad
     logger.info("froze %d of %d parameters of this pipeline stage", frozen, len(list(model.parameters())))
+
+
+def recompute_behind_frozen_embedding(model: nn.Module) -> None:
+    """Make the output of a frozen embedding ask for a gradient where layers are recomputed.
+
+    Megatron's checkpointed layers get no backward pass at all unless their input asks for one: whatever trains in them
+    would silently stay as it is. Pipeline stages without the embedding receive inputs that do.
+    """
+    embedding, config = getattr(model, "embedding", None), getattr(model, "config", None)
+    if embedding is None or getattr(config, "recompute_granularity", None) is None:
+        return
+    if not any(param.requires_grad for param in embedding.parameters()):
+        embedding.register_forward_hook(_require_gradient)
+
+
+def _require_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    if torch.is_grad_enabled():
+        output.requires_grad_()
 
 
 def _build(

@@ -1,15 +1,18 @@
 """Multi-token prediction: layers after the decoder's last one that guess further ahead, and the loss that trains them.
 
 Layer d (from 0) reads, at position t of a sequence, the hidden state of layer d - 1 there (the decoder's for d = 0)
-and the embedding of token t + d + 1, and predicts token t + d + 2. Embedding, decoder and output head get no gradient
-from that: the policy trains as without these layers, whose gradients are clipped on their own (`mtp_detach_heads`).
+and the embedding of token t + d + 1, and predicts token t + d + 2. With --mtp-use-repeated-layer all of them are one
+layer, which runs --mtp-num-layers times. Embedding, decoder and output head get no gradient from that: the policy
+trains as without these layers, whose gradients are clipped on their own (`mtp_detach_heads`).
 """
 
 import contextlib
+import copy
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
@@ -54,6 +58,30 @@ class Predictions:
     scale: Tensor
     sums: Tensor
     vocab_size: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Which of `count` runs of a prediction layer over a micro-batch this is, from 0.
+
+    kept: what the layer keeps from one run to the next, the same object in all of them. A run that is recomputed in
+    the backward pass has the `Run` of its first time.
+    """
+
+    index: int = 0
+    count: int = 1
+    kept: SimpleNamespace = field(default_factory=SimpleNamespace)
+
+    def of(self, params: PackedSeqParams) -> PackedSeqParams:
+        """A copy of a micro-batch's parameters that tells the layer of this run."""
+        marked = copy.copy(params)
+        marked.prediction_run = self
+        return marked
+
+
+def prediction_run(params: PackedSeqParams) -> Run:
+    """The run that `params` tells of; the only one if it tells of none."""
+    return getattr(params, "prediction_run", None) or Run()
 
 
 class PredictionLoss:
@@ -201,12 +229,17 @@ class PredictingModel(GPTModel):
 
     def _with_prediction_loss(self, hidden_states: Tensor, predictions: Predictions, given: dict[str, Any]) -> Tensor:
         """hidden_states [t, 1, H] of the decoder, unchanged; its backward adds that of the prediction losses."""
-        passed = ("attention_mask", "padding_mask", "packed_seq_params", "sequence_len_offset")
+        passed = ("attention_mask", "padding_mask", "sequence_len_offset")
         context = {key: given[key] for key in (*passed, "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")}
         shared = self.share_embeddings_and_output_weights
         head = (self.shared_embedding_or_output_weight() if shared else self.output_layer.weight).detach()
+        depths, layers, kept = predictions.depths, list(self.mtp.layers), SimpleNamespace()
+        repeated = self.config.mtp_use_repeated_layer
+        if repeated:
+            layers *= len(depths)
         previous = hidden_states.detach()
-        for index, (depth, layer) in enumerate(zip(predictions.depths, self.mtp.layers, strict=True)):
+        for index, (depth, layer) in enumerate(zip(depths, layers, strict=True)):
+            run = Run(index, len(depths), kept) if repeated else Run()
             with torch.no_grad():
                 read = self.embedding(input_ids=depth.tokens, position_ids=None)
             previous, _, _, _ = layer(
@@ -214,6 +247,7 @@ class PredictingModel(GPTModel):
                 position_ids=None,
                 hidden_states=previous,
                 embedding=lambda input_ids, position_ids, read=read: read,
+                packed_seq_params=run.of(given["packed_seq_params"]),
                 **context,
                 **(given["extra_block_kwargs"] or {}),
             )

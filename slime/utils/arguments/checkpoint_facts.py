@@ -28,6 +28,7 @@ TRAINABLE = (
     "glm_moe_dsa",
     "kimi_k2",
     "llama",
+    "mimo",
     "minimax_m2",
     "qwen2",
     "qwen2_moe",

@@ -90,6 +90,11 @@ def index_sharing_of_engine(config: Mapping[str, Any]) -> IndexSharing | None:
     return index_sharing_of_config(without_types)
 
 
+def shares_prediction_choice(config: Mapping[str, Any]) -> bool:
+    """Whether a prediction layer that runs several times reuses its first run's top-k, by config.json."""
+    return bool(config.get("index_share_for_mtp_iteration"))
+
+
 def illegal_starts(layout: PipelineLayout, sharing: IndexSharing) -> tuple[Chunk, ...]:
     """The (virtual) stages of a trainer that start on a layer without an indexer, in forward order."""
     return tuple(chunk for chunk in layout.chunks if chunk.layers and not sharing.computes[chunk.layers[0]])

@@ -3,7 +3,9 @@
 The arithmetic of attention and its kernels are megatron-core's; here is what its defaults leave open.
 """
 
+import contextlib
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     is_dsa_skip_topk_layer,
 )
 from torch import Tensor
+
+from slime.backends.megatron_utils.indexer_ties import TIES
+from slime.backends.megatron_utils.mtp import prediction_run
 
 # Fused kernels score so many rows at a time that the float32 scores [rows, keys] stay within these bytes.
 SCORE_BYTES = 512 * 2**20
@@ -32,11 +37,20 @@ class SparseAttention(DSAttention):
 
     prediction_layer: whether this is multi-token prediction's layer, which chooses for itself alone. Megatron counts
     it as layer 1 and would put its choice where decoder layers that attend again look for that of layer 1.
+    chooses_once: whether that layer, run several times over a micro-batch, reuses the choice of its first run.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, prediction_layer: bool = False, **kwargs: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        prediction_layer: bool = False,
+        chooses_once: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__(config, *args, **kwargs)
-        self.prediction_layer = prediction_layer
+        self.prediction_layer, self.chooses_once = prediction_layer, chooses_once
+        self.index_share = self.index_share or chooses_once  # read by Megatron
         self.ends_sharing = not is_dsa_skip_topk_layer(
             self.layer_number + 1, self.index_skip_topk_offset, self.index_topk_freq
         )
@@ -60,8 +74,18 @@ class SparseAttention(DSAttention):
             )
         keys = query.size(0) * self.config.context_parallel_size
         self.fused_indexer_block_size = min(MAX_SCORE_ROWS, max(SCORE_BYTES // (4 * keys), 1))
-        output = super().forward(query, *args, packed_seq_params=packed_seq_params, **kwargs)
-        if self.index_share and not self.prediction_layer:
+        run = prediction_run(packed_seq_params)
+        ran_before = self._HOLDER_ATTR in vars(run.kept)
+        if self.chooses_once:
+            self.skip_topk = run.index > 0
+        real = getattr(packed_seq_params, "real_token_mask_q", None)
+        with contextlib.nullcontext() if real is None or not self.training else TIES.of_layer(real):
+            output = super().forward(query, *args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.prediction_layer:
+            again = self.training and self.attends_again
+            if run.index == 0 and ran_before if again else run.index == run.count - 1:
+                vars(run.kept).clear()
+        elif self.index_share:
             self._release_choices(packed_seq_params)
         return output
 
@@ -79,11 +103,10 @@ class SparseAttention(DSAttention):
             for layer in gone:
                 del held[layer]
 
-    def _get_index_share_topk_holder(self, *args: Any, **kwargs: Any) -> dict[int, Tensor]:
-        return {} if self.prediction_layer else super()._get_index_share_topk_holder(*args, **kwargs)
-
-    def _get_index_share_topk_length_holder(self, *args: Any, **kwargs: Any) -> dict[int, Tensor]:
-        return {} if self.prediction_layer else super()._get_index_share_topk_length_holder(*args, **kwargs)
+    def _get_index_share_carrier(self, packed_seq_params: PackedSeqParams, attention_mask: Tensor | None) -> object:
+        if not self.prediction_layer:
+            return super()._get_index_share_carrier(packed_seq_params, attention_mask)
+        return prediction_run(packed_seq_params).kept if self.chooses_once else SimpleNamespace()
 
 
 class Indexer(DSAIndexer):

@@ -15,9 +15,16 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from slime.utils.layout.index_sharing import IndexSharing, index_sharing, index_sharing_of_config, legal_splits
+from slime.backends.megatron_utils import indexer_ties
+from slime.utils.layout.index_sharing import (
+    IndexSharing,
+    index_sharing,
+    index_sharing_of_config,
+    legal_splits,
+    shares_prediction_choice,
+)
 from slime.utils.model_facts import megatron_args
-from slime.utils.model_facts.config import language_model, load_config
+from slime.utils.model_facts.config import Config, language_model, load_config
 from slime_plugins.models.glm5.attention import (
     Indexer,
     SparseAttention,
@@ -41,15 +48,19 @@ def get_glm5_spec(args: Namespace, config: TransformerConfig, vp_stage: int | No
     """The layers of one (virtual) pipeline stage.
 
     args.hf_checkpoint, where there is one, must describe the indexers that config does. Sets config's hook for the
-    scale of the indexers' loss. Raises ValueError for a configuration that is not this attention's, contradicts the
-    checkpoint, or lets a stage begin with a layer that reuses the choice of a layer of another stage.
+    scale of the indexers' loss, and how Megatron breaks ties (`indexer_ties`). Raises ValueError for a configuration
+    that is not this attention's, contradicts the checkpoint, or lets a stage begin with a layer that reuses the choice
+    of a layer of another stage.
     """
     sharing = _require_consistent(config)
+    indexer_ties.install(config.dsa_kernel_backend)
     if not config.calculate_per_token_loss:
         config.experimental_attention_variant_loss_scale_func = partial(
             set_indexer_loss_scale, config.context_parallel_size
         )
-    _require_what_the_checkpoint_says(config, sharing, getattr(args, "hf_checkpoint", None))
+    checkpoint = _checkpoint(args)
+    if checkpoint is not None:
+        _require_what_the_checkpoint_says(config, sharing, checkpoint)
     try:
         block = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
     except RuntimeError as error:  # its only one: a stage that starts on a layer without an indexer
@@ -57,7 +68,9 @@ def get_glm5_spec(args: Namespace, config: TransformerConfig, vp_stage: int | No
     layers = [_with_our_attention(layer) for layer in block.layer_specs]
     *_, last = get_transformer_layer_with_experimental_attention_variant_spec(config)
     values = {field.name: getattr(block, field.name) for field in fields(block)} | {"layer_specs": layers}
-    return SparseBlock(**values, prediction_layer=_with_our_attention(last, prediction_layer=True))
+    chooses_once = checkpoint is not None and shares_prediction_choice(checkpoint.fields)
+    prediction_layer = _with_our_attention(last, prediction_layer=True, chooses_once=chooses_once)
+    return SparseBlock(**values, prediction_layer=prediction_layer)
 
 
 def _with_our_attention(layer: ModuleSpec, **params: bool) -> ModuleSpec:
@@ -95,36 +108,41 @@ def _require_consistent(config: TransformerConfig) -> IndexSharing:
         )
     if not config.dsa_indexer_scoring_relu:
         raise ValueError("--no-dsa-indexer-scoring-relu: these models' scores are sum_h w_h relu(q_h k); leave it out")
-    if (config.mtp_num_layers or 0) > 1:
+    if (config.mtp_num_layers or 0) > 1 and not config.mtp_use_repeated_layer:
         raise ValueError(
-            f"--mtp-num-layers {config.mtp_num_layers}: prediction layers after the first would reuse its choice of "
-            "tokens in these models, which is not built; use --mtp-num-layers 1, as published checkpoints have"
+            f"--mtp-num-layers {config.mtp_num_layers}: these models have one prediction layer; run it several times "
+            "with --mtp-use-repeated-layer, or use --mtp-num-layers 1"
         )
     sharing = index_sharing(config)
     assert sharing is not None  # dsa
     return sharing
 
 
-def _require_what_the_checkpoint_says(config: TransformerConfig, sharing: IndexSharing, path: str | None) -> None:
-    """Compare with the checkpoint's config.json: its weights fit no other schedule, and no other rotation."""
+def _checkpoint(args: Namespace) -> Config | None:
+    """The language model of args.hf_checkpoint's config.json, if there is such a file."""
+    path = getattr(args, "hf_checkpoint", None)
     if path is None or not (Path(path) / "config.json").is_file():
-        return
-    told, source = load_config(Path(path))
-    facts = megatron_args(told, source=source)
+        return None
+    return language_model(*load_config(Path(path)))
+
+
+def _require_what_the_checkpoint_says(config: TransformerConfig, sharing: IndexSharing, told: Config) -> None:
+    """Compare with the checkpoint's config.json: its weights fit no other schedule, and no other rotation."""
+    facts = megatron_args(told.fields, source=told.source)
     for name in _SAID_BY_CHECKPOINT:
         there, here = facts.get(_flag(name), False), getattr(config, name)
         if here != there:
-            raise ValueError(f"{_flag(name)} {here}: {path}/config.json says {there}; leave the flag out")
-    theirs = index_sharing_of_config(language_model(told, source).fields)
+            raise ValueError(f"{_flag(name)} {here}: {told.source} says {there}; leave the flag out")
+    theirs = index_sharing_of_config(told.fields)
     if theirs is None or theirs == sharing:
         return
     if len(theirs.computes) != len(sharing.computes):
-        raise ValueError(f"--num-layers {len(sharing.computes)}: {path}/config.json has {len(theirs.computes)} layers")
+        raise ValueError(f"--num-layers {len(sharing.computes)}: {told.source} has {len(theirs.computes)} layers")
     layer = next(i for i, computes in enumerate(theirs.computes) if computes != sharing.computes[i])
     has = "has" if theirs.computes[layer] else "has no"
     raise ValueError(
         f"--dsa-indexer-topk-freq {config.dsa_indexer_topk_freq} --dsa-indexer-skip-topk-offset "
-        f"{config.dsa_indexer_skip_topk_offset}: by {path}/config.json layer {layer} (counted from 0) {has} an "
+        f"{config.dsa_indexer_skip_topk_offset}: by {told.source} layer {layer} (counted from 0) {has} an "
         "indexer of its own, by the flags the opposite; leave the flags out"
     )
 

@@ -121,8 +121,9 @@ def test_every_published_config_describes_a_whole_model(case, name):
 
 
 def test_a_family_that_cannot_be_trained_yet_may_come_with_its_own_model(case):
-    use_config(case, "mimo-7B-rl")
-    assert "model_type mimo, which is not supported yet" in texts(case.reading().problems)
+    text = json.loads((CONFIGS / "kimi-k2.json").read_text())
+    use_config(case, "kimi-k2", model_type="kimi_k25", text_config=text)
+    assert "model_type kimi_k25, which is not supported yet" in texts(case.reading().problems)
     provider = ("--custom-model-provider-path", "slime.utils.misc.load_function")
     assert "model_type" not in texts(case.reading(*provider).problems)
     assert "model_type" not in texts(case.reading("--debug-rollout-only").problems)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from slime.backends.megatron_utils.megatron_to_hf.processors.rounding import quotient
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # Below this a block counts as zero: its scale stays a normal float32, its weights become 0.
@@ -136,7 +138,7 @@ class TensorFp8:
 
 def _scale(absmax: torch.Tensor) -> torch.Tensor:
     """The factor that maps absmax to the largest FP8 value. float32, finite and above 0."""
-    return absmax.clamp(min=MIN_ABSMAX) / FP8_MAX
+    return quotient(absmax.clamp(min=MIN_ABSMAX), FP8_MAX)
 
 
 def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:

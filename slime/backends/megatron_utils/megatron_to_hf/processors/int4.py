@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from slime.backends.megatron_utils.megatron_to_hf.processors.rounding import quotient
+
 MIN_SCALE = 1e-5
 VALUES_PER_WORD = 8
 
@@ -90,12 +92,12 @@ class PackedInt4:
     ) -> tuple[torch.Tensor, torch.Tensor | int, torch.Tensor]:
         """grouped [M, groups, group] float32 -> scale [M, groups], zero [M, groups], values 0..15 like grouped."""
         if self.symmetric:
-            scale = (grouped.abs().amax(-1) / 7).clamp(min=MIN_SCALE).to(dtype)
+            scale = quotient(grouped.abs().amax(-1), 7).clamp(min=MIN_SCALE).to(dtype)
             values = (grouped / scale.float().unsqueeze(-1)).round_().clamp_(-7, 7).add_(8)
             return scale, 8, values
         # the range must contain 0, or a group of values far from it could not be reached by any zero in 0..15
         low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-        scale = ((high - low) / 15).clamp(min=MIN_SCALE).to(dtype)
+        scale = quotient(high - low, 15).clamp(min=MIN_SCALE).to(dtype)
         zero = (-low / scale.float()).round().clamp(0, 15)
         values = (grouped / scale.float().unsqueeze(-1)).round_().add_(zero.unsqueeze(-1)).clamp_(0, 15)
         return scale, zero.int(), values
