@@ -152,7 +152,7 @@ def chunk_bytes(shape: ModelShape, chunk: Chunk, setting: Setting, tokens: int) 
         kept = first * hidden + sum(layer_bytes(x, shape.hidden, setting, tokens) for x in layers[first:])
     else:
         kept = sum(layer_bytes(layer, shape.hidden, setting, tokens) for layer in layers)
-    mtp_layers = chunk.mtp_layers[: shape.mtp_layers] if setting.predicts else ()
+    mtp_layers = chunk.mtp_layers if setting.predicts else ()  # runs of a layer that repeats, too
     for _ in mtp_layers:  # two norms, their joint input to a projection, the last norm
         kept += 8 * hidden + (hidden if full else layer_bytes(shape.mtp_layer, shape.hidden, setting, tokens))
     return kept + (_norm_copies(setting) * hidden if chunk.head else 0)

@@ -145,7 +145,7 @@ def _collect(shape: ModelShape, chunks: Iterable[Chunk], sizes: Sizes, vocab: in
     share = 1.0
     for chunk in chunks:
         mtp = chunk.mtp_layers[: shape.mtp_layers]
-        layers = [(f"decoder.layers.{i}.", shape.layers[layer]) for i, layer in enumerate(chunk.layers)]
+        layers = [(f"decoder.layers.{layer}.", shape.layers[layer]) for layer in chunk.layers]
         layers += [(f"mtp.layers.{i}.mtp_model_layer.", shape.mtp_layer) for i in range(len(mtp))]
         rows = [("", row) for row in _outside_layers(shape, chunk, len(mtp), vocab)]
         for prefix, layer in layers:

@@ -185,7 +185,7 @@ def _trainer_parts(a: Namespace, part: _Parts, shape: ModelShape | None) -> dict
     layout = part("pipeline", lambda: pipeline_layout(a))
     grid = part("rank grid", lambda: rank_grid(a))
     sharing = part("index sharing", lambda: index_sharing(a))
-    mtp = sum(len(chunk.mtp_layers) for chunk in layout.chunks) if layout is not None else 0
+    mtp = shape.mtp_layers if layout is not None and shape is not None else 0
     model = part("model facts", lambda: model_facts(a, shape, mtp), shape)
     built = None if model is None else model.with_mtp if mtp else model.parameters
     held = (shape, layout, grid)

@@ -64,19 +64,20 @@ class Cost:
 class ModelFlops:
     """Forward costs of a model: decoder layers, the indexers among them, and the head, which only scored tokens pass.
 
-    prediction: one depth of multi-token prediction without its head.
+    prediction: one depth of multi-token prediction without its head, prediction_indexer the indexer in it.
     """
 
     decoder: Cost
     indexers: Cost
     prediction: Cost
+    prediction_indexer: Cost
     head: int
     topk: int
 
     @classmethod
     def of(cls, shape: ModelShape) -> "ModelFlops":
         """Count every layer of the model once."""
-        decoder = indexers = prediction = Cost()
+        decoder = indexers = prediction = indexer = Cost()
         for layer in shape.layers:
             decoder += layer_cost(layer, shape.hidden)
             indexers += indexer_cost(layer.attention, shape.hidden)
@@ -85,7 +86,7 @@ class ModelFlops:
             indexer = indexer_cost(shape.mtp_layer.attention, shape.hidden)
             prediction = join + layer_cost(shape.mtp_layer, shape.hidden) + indexer
         topk = max((found.topk for layer in shape.layers if (found := _indexer(layer.attention))), default=0)
-        return cls(decoder, indexers, prediction, 2 * shape.hidden * shape.vocab, topk)
+        return cls(decoder, indexers, prediction, indexer, 2 * shape.hidden * shape.vocab, topk)
 
     def forward(self, lengths: Iterable[int], scored_tokens: int | None = None, prediction_depths: int = 0) -> int:
         """A forward pass over sequences of these lengths. scored_tokens: those that pass the head, by default all."""
@@ -109,7 +110,8 @@ class ModelFlops:
         scored = sum(lengths) if scored_tokens is None else scored_tokens
         total = 3 * self.forward(lengths, scored, prediction_depths) - prediction_depths * self.head * scored
         if not train_indexers:
-            total -= 2 * sum(self.indexers.of(length, self.topk) for length in lengths)
+            frozen = [self.indexers, *[self.prediction_indexer] * prediction_depths]
+            total -= 2 * sum(cost.of(length, self.topk) for cost in frozen for length in lengths)
         return total
 
 

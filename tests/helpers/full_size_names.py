@@ -36,12 +36,14 @@ class Rank:
     planned: tuple[int, int, int]
 
 
-def built_by_ranks(config_name: str, layout: list[str], sizes: Sizes) -> tuple[Counter, dict[int, Rank]]:
-    """Counter of (Hugging Face name, shape) that all ranks export together, and what several ranks of each stage hold.
+def built_by_ranks(
+    config_name: str, layout: list[str], sizes: Sizes, every_rank: bool = False
+) -> tuple[Counter, dict[int, Rank]]:
+    """Counter of (Hugging Face name, shape) that all ranks export together, and what ranks of each stage hold.
 
     Of each pipeline stage the first, one in the middle and the last rank are built, which differ in their tensor- and
-    expert-parallel rank. The names are those of the first: shapes are of the whole tensors, and that experts are
-    numbered by the expert-parallel rank is asked of the naming function for each rank.
+    expert-parallel rank; or every rank. The names are those of the first: shapes are of the whole tensors, and that
+    experts are numbered by the expert-parallel rank is asked of the naming function for each rank.
     """
     import torch
 
@@ -56,7 +58,7 @@ def built_by_ranks(config_name: str, layout: list[str], sizes: Sizes) -> tuple[C
     ranks: dict[int, Rank] = {}
     stage = sizes.world // sizes.pp
     for pp_rank in range(sizes.pp):
-        for offset in (0, stage // 2 + 1, stage - 1):
+        for offset in range(stage) if every_rank else (0, stage // 2 + 1, stage - 1):
             rank = pp_rank * stage + offset
             args, model = _build(config_name, layout, sizes.world, rank)
             ranks[rank] = _rank(args, model, pp_rank)

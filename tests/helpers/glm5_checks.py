@@ -4,6 +4,7 @@ The directory of a model holds the checkpoint, and `reference` what tests/helper
 """
 
 import logging
+import shutil
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -115,6 +116,30 @@ def check_grpo_steps_are_the_same_over_context_parallel_ranks(rank: int, models:
         for key, tensor in weights.items():
             if ".indexer." not in key or "trained" not in name:
                 assert (after[key] - tensor).abs().max() < 1e-5, (name, key)
+
+
+def check_ties_are_counted_alike_over_ranks(rank: int, models: Paths, scratch: Path) -> None:
+    """Layer 0 of 8, one of four that choose, scores every token 0: of its queries those with more than index_topk
+    tokens have a tie. Padding, up to 63 tokens in a row, has them too and does not count."""
+    from safetensors.torch import load_file, save_file
+
+    from tests.helpers.trainer import make_rollout, trainer_args
+    from tests.helpers.trainer_runs import open_trainer, train_rollouts
+
+    path = scratch / "glm5_2"
+    shutil.copytree(models["glm5_2"], path, ignore=shutil.ignore_patterns("reference"))
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.self_attn.indexer.weights_proj.weight"].zero_()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    lengths = make_rollout(0, samples=8, without_response=7)["total_lengths"]
+    wanted = sum(max(length - 8, 0) for length in lengths) / (4 * sum(lengths))
+    assert wanted > 0.05
+    for flags in ((), CP2, FULL):
+        args = trainer_args("glm5_2", path, *flags, global_batch_size=8, data_pad_size_multiplier=64)
+        with open_trainer(args, rank, WORLD) as trainer:
+            (metrics,) = train_rollouts(trainer, range(1))
+        logging.disable(logging.INFO)
+        assert abs(metrics["train/indexer_ties"] - wanted) < 1e-6, (flags, metrics["train/indexer_ties"], wanted)
 
 
 def check_bfloat16_leaves_routing_biases_exact(rank: int, models: Paths, scratch: Path) -> None:

@@ -1,7 +1,8 @@
 """Multi-token prediction from its published formulas: transformers' decoder layer between plain torch around it.
 
 x_t = eh_proj [enorm(embedding of token t + 1), hnorm(h_t)], h the decoder's normed output; one decoder layer over x;
-logits_t = head shared_head.norm(y_t) predict token t + 2. transformers itself leaves the layer's weights out.
+logits_t = head shared_head.norm(y_t) predict token t + 2. transformers itself leaves the layer's weights out. Run
+again, the layer reads the embedding of token t + 2 and shared_head.norm(y_t), and predicts token t + 3; and so on.
 """
 
 import json
@@ -61,8 +62,11 @@ class Reference:
         save_file(weights | inside, scratch / "layer" / "model.safetensors", metadata={"format": "pt"})
         self.draft = AutoModelForCausalLM.from_pretrained(scratch / "layer", **options)
 
-    def logits(self, tokens: Any) -> Any:
-        """[t, vocabulary]: at position t of one sequence the prediction of token t + 2."""
+    def logits(self, tokens: Any, runs: int = 1, chooses_once: bool = False) -> list[Any]:
+        """Of each run [t, vocabulary]: at position t of one sequence run i (from 0) predicts token t + 2 + i.
+
+        chooses_once: every run attends to the tokens that sparse attention chose in the first one.
+        """
         import torch
         from torch.nn import functional as F
 
@@ -74,27 +78,45 @@ class Reference:
 
         with torch.no_grad():
             hidden = model(tokens[None]).last_hidden_state
-            read = model.embed_tokens(F.pad(tokens[1:], (0, 1))[None])
-        both = torch.cat((norm(read, around["enorm.weight"]), norm(hidden, around["hnorm.weight"])), -1)
         layers, last = draft.layers, draft.norm
         draft.layers, draft.norm = layers[self.place : self.place + 1], torch.nn.Identity()
+        indexer = getattr(draft.layers[0].self_attn, "indexer", None)
+        hook = indexer.register_forward_hook(_first_output()) if chooses_once else None
+        found = []
         try:
-            out = draft(inputs_embeds=both @ around["eh_proj.weight"].T, use_cache=False).last_hidden_state
+            for run in range(runs):
+                with torch.no_grad():
+                    read = model.embed_tokens(F.pad(tokens, (0, run + 1))[None, run + 1 :])
+                both = torch.cat((norm(read, around["enorm.weight"]), norm(hidden, around["hnorm.weight"])), -1)
+                out = draft(inputs_embeds=both @ around["eh_proj.weight"].T, use_cache=False).last_hidden_state
+                hidden = norm(out, around["shared_head.norm.weight"])
+                found.append(self.model.lm_head(hidden)[0])
         finally:
             draft.layers, draft.norm = layers, last
-        return self.model.lm_head(norm(out, around["shared_head.norm.weight"]))[0]
+            if hook is not None:
+                hook.remove()
+        return found
 
-    def loss(self, samples: Sequence[Any], response_lengths: Sequence[int], masks: Sequence[Any]) -> Any:
-        """Mean over all unmasked response tokens that the layer predicts."""
+    def losses(
+        self,
+        samples: Sequence[Any],
+        response_lengths: Sequence[int],
+        masks: Sequence[Any],
+        runs: int = 1,
+        chooses_once: bool = False,
+    ) -> list[Any]:
+        """Of each run the mean over all unmasked response tokens that it predicts."""
         import torch
 
-        total, count = torch.zeros(()), 0
+        totals, counts = [torch.zeros(()) for _ in range(runs)], [0] * runs
         for tokens, response, mask in zip(samples, response_lengths, masks, strict=True):
-            log_probs = self.logits(tokens).log_softmax(-1)
-            for target in range(len(tokens) - response, len(tokens)):
-                if target >= 2 and mask[target - len(tokens) + response]:
-                    total, count = total - log_probs[target - 2, tokens[target]], count + 1
-        return total / count
+            for run, logits in enumerate(self.logits(tokens, runs, chooses_once)):
+                log_probs, ahead = logits.log_softmax(-1), run + 2
+                for target in range(max(len(tokens) - response, ahead), len(tokens)):
+                    if mask[target - len(tokens) + response]:
+                        totals[run] = totals[run] - log_probs[target - ahead, tokens[target]]
+                        counts[run] += 1
+        return [total / count for total, count in zip(totals, counts, strict=True)]
 
     def gradients(self) -> dict[str, Any]:
         """Under checkpoint names, of what `loss` was backward through; the weights are lost."""
@@ -113,3 +135,14 @@ class Reference:
             for key, t in stored.items()
             if key.startswith(prefix) and "correction_bias" not in key
         }
+
+
+def _first_output() -> Any:
+    """A forward hook that lets a module return what it returned first."""
+    first: list[Any] = []
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        first.append(output)
+        return first[0]
+
+    return hook

@@ -35,46 +35,65 @@ def as_mimo(weights: dict[str, Any]) -> dict[str, Any]:
 Models = dict[str, tuple[str, Path, Path]]
 
 
+def repeated(runs: int) -> tuple[str, ...]:
+    """Flags of one layer that runs so many times and predicts as many tokens."""
+    return ("--mtp-num-layers", str(runs), "--mtp-use-repeated-layer")
+
+
 def against_the_formulas(rank: int, world_size: int, models: Models, scratch: Path) -> None:
-    """Loss and gradients of each model, packed in two ragged micro-batches.
+    """Loss and gradients of each model, packed in two ragged micro-batches; of some also when the layer repeats.
 
     models: name -> (kind of tiny model, directory, directory of the same weights in a form transformers reads).
     """
+    losses = {}
     for name, (kind, path, readable) in models.items():
-        directory = scratch / name
-        directory.mkdir()
-        _against_the_formulas(rank, world_size, name, kind, path, Reference(kind, readable, directory))
+        for runs in {"glm4_moe": (1, 3), "glm_moe_dsa": (1, 2), "glm_moe_dsa_once": (2, 3)}.get(name, (1,)):
+            directory = scratch / f"{name}_{runs}"
+            directory.mkdir()
+            reference = Reference(kind, readable, directory)
+            losses[name, runs] = _against_the_formulas(rank, world_size, name, kind, path, reference, runs)
+    once, anew = losses["glm_moe_dsa_once", 2], losses["glm_moe_dsa", 2]
+    assert once[0] == anew[0] and abs(once[1] - anew[1]) > 1e-3, "the choice of tokens makes no difference"
 
 
-def _against_the_formulas(rank: int, world_size: int, name: str, kind: str, path: Path, reference: Reference) -> None:
+def _against_the_formulas(
+    rank: int, world_size: int, name: str, kind: str, path: Path, reference: Reference, runs: int
+) -> list[float]:
     import torch
+    from safetensors.torch import load_file
 
     from tests.helpers.bridge_runs import built, exported, load
 
     data, batches = _rollout()
-    wanted = reference.loss(data["tokens"], data["response_lengths"], data["loss_masks"])
-    wanted.backward()
+    columns = (data["tokens"], data["response_lengths"], data["loss_masks"])
+    losses = reference.losses(*columns, runs, chooses_once=name.endswith("_once"))
+    (sum(losses) / runs).backward()
     gradients = reference.gradients()
-    with built(rank, world_size, kind, path, MTP, enable_mtp_training=True) as (args, chunks):
+    flags = MTP if runs == 1 else repeated(runs)
+    with built(rank, world_size, kind, path, flags, enable_mtp_training=True) as (args, chunks):
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
         load(args, chunks, path)
         MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / len(batches)))  # as the schedule does
         metrics = _backward(args, chunks[0], data, batches)
-        assert abs(metrics["mtp_loss"] - wanted.item()) < 1e-5, (name, metrics, wanted)
-        assert metrics["mtp_1_loss"] == metrics["mtp_loss"]
+        wanted = {f"mtp_{number}_loss": loss.item() for number, loss in enumerate(losses, 1)}
+        wanted["mtp_loss"] = sum(wanted.values()) / runs
+        assert metrics.keys() == wanted.keys()
+        assert all(abs(metrics[key] - value) < 1e-5 for key, value in wanted.items()), (name, runs, metrics, wanted)
         with torch.no_grad():
             for param in chunks[0].parameters():
                 param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
         found = exported(args, chunks)
+    assert found.keys() == load_file(path / "model.safetensors").keys(), name  # the layer once, however often it runs
     gradients = as_mimo(gradients) if name == "mimo" else gradients
     assert len(gradients) > len(AROUND) + 8
     for key, gradient in gradients.items():
         error = (found.pop(key) / args.mtp_loss_scaling_factor - gradient).abs().max()
-        assert error < 1e-5 * (1 + gradient.abs().max()), (name, key, error)
+        assert error < 1e-5 * (1 + gradient.abs().max()), (name, runs, key, error)
         assert ".experts." in key or "indexer" in key or gradient.abs().max() > 1e-5, (name, key)
     for key, gradient in found.items():
         assert "correction_bias" in key or not gradient.any(), f"{name}: {key} has a gradient"
+    return [loss.item() for loss in losses]
 
 
 def _rollout() -> tuple[dict[str, Any], list[list[int]]]:

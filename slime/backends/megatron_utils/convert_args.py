@@ -40,7 +40,9 @@ _NO_RUN = {
     "perform_initialization": False,
 }
 # What a checkpoint's arguments say of its model beside the facts of a config.json.
-_ALSO_STORED = ("mtp_num_layers", "spec", "bf16", "fp16", "params_dtype", "moe_grouped_gemm")
+_ALSO_STORED = (
+    *("mtp_num_layers", "mtp_use_repeated_layer", "spec", "bf16", "fp16", "params_dtype", "moe_grouped_gemm"),
+)
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from slime.backends.megatron_utils.data import FORWARD_KEYS, TRAIN_KEYS, DataIterator, get_batch
 from slime.backends.megatron_utils.indexer_loss import count_real_tokens_only, indexer_metrics, uses_indexers
 from slime.backends.megatron_utils.loss import loss_function
-from slime.backends.megatron_utils.model_provider import get_model_provider_func
+from slime.backends.megatron_utils.model_provider import get_model_provider_func, require_something_trains
 from slime.backends.megatron_utils.mtp import PredictionLoss
 from slime.backends.megatron_utils.output_head import HeadScores, head_scores, mask_padded_vocabulary
 from slime.backends.megatron_utils.schedule import Schedule, make_schedule
@@ -54,6 +54,7 @@ def setup_model_and_optimizer(args: Namespace) -> TrainState:
     logger.info("built %d model chunk(s):%s", len(model), printed.getvalue().rstrip())
     if not with_optimizer:
         return TrainState(model, None, None)
+    require_something_trains(args, model)
     if args.overlap_param_gather:  # nothing to gather before the first update; the trainer switches the hooks on then
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=False)

@@ -4,10 +4,11 @@ import inspect
 import logging
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
@@ -59,16 +60,55 @@ def get_model_provider_func(
 
 
 def freeze_parameters(args: Namespace, model: nn.Module) -> None:
-    """Apply the two name lists: regular expressions, searched in the parameter names of this pipeline stage."""
+    """Apply the two name lists: regular expressions, searched in the parameter names of this pipeline stage.
+
+    A decoder layer has its number in the whole model there, so that a list means the same in every layout.
+    """
     only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
     if not only and not freeze:
         return
     frozen = 0
-    for name, param in model.named_parameters():
+    for local_name, param in model.named_parameters():
+        name = _with_number_in_model(local_name, model)
         trained = any(re.search(p, name) for p in only) if only else not any(re.search(p, name) for p in freeze)
         param.requires_grad_(trained and param.requires_grad)  # the layers may have frozen it: an untrained indexer
         frozen += not param.requires_grad
     logger.info("froze %d of %d parameters of this pipeline stage", frozen, len(list(model.parameters())))
+
+
+def require_something_trains(args: Namespace, model: Sequence[nn.Module]) -> None:
+    """Raise ValueError where the two name lists leave nothing of what is to train. Collective over all ranks.
+
+    model: this rank's chunks.
+    """
+    wanted = {"": "anything"}
+    if args.enable_mtp_training:
+        wanted["mtp."] = "the prediction layers (--enable-mtp-training)"
+    if args.dsa_indexer_loss_coeff:
+        wanted["indexer."] = "the indexers (--dsa-indexer-loss-coeff)"
+    training = [name for chunk in model for name, param in chunk.named_parameters() if param.requires_grad]
+    left = torch.tensor(
+        [sum(part in name for name in training) for part in wanted], device=torch.cuda.current_device()
+    )
+    dist.all_reduce(left)
+    lists = {
+        "--only-train-params-name-list": args.only_train_params_name_list,
+        "--freeze-params-name-list": args.freeze_params_name_list,
+    }
+    given = " ".join(f"{flag} {' '.join(patterns)}" for flag, patterns in lists.items() if patterns)
+    for what, count in zip(wanted.values(), left.tolist(), strict=True):
+        if not count and given:
+            raise ValueError(
+                f"{given}: leaves no parameter of {what} to train; the patterns are searched in names like "
+                "decoder.layers.0.self_attention.linear_proj.weight"
+            )
+
+
+def _with_number_in_model(name: str, model: nn.Module) -> str:
+    """decoder.layers.<i>.* with i counted from the model's first layer, not the stage's."""
+    found = re.match(r"decoder\.layers\.(\d+)\.", name)
+    number = found and getattr(model.decoder.layers[int(found[1])], "layer_number", None)
+    return name if number is None else f"decoder.layers.{number - 1}.{name[found.end() :]}"
 
 
 def recompute_behind_frozen_embedding(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ from slime.backends.megatron_utils.cp_utils import (
     get_parallel_state,
 )
 from slime.backends.megatron_utils.data import PAD_TOKEN_ID, DataIterator
+from slime.backends.megatron_utils.loss.dispatch import NonFiniteLossError
 from slime.backends.megatron_utils.loss.vocab_parallel import vocab_parallel_log_probs
 from slime.backends.megatron_utils.output_head import HeadScores
 
@@ -255,6 +256,10 @@ class PredictingModel(GPTModel):
             stream, options = scores.projection()
             log_probs, _ = vocab_parallel_log_probs(stream, depth.rows, depth.targets, **options)
             loss = -(log_probs * depth.mask).sum()
+            if not torch.isfinite(loss):
+                raise NonFiniteLossError(
+                    f"the loss of prediction layer {index + 1} (train/mtp_{index + 1}_loss) is {loss}"
+                )
             predictions.sums[index] += loss.detach()
             hidden_states = MTPLossAutoScaler.apply(hidden_states, loss * predictions.scale[index])
         return hidden_states

@@ -109,6 +109,13 @@ RULES = (
     Unused("mask_offpolicy_in_partial_rollout", lambda a: not a.partial_rollout, "--partial-rollout is not given"),
     Unused("allgather_cp", lambda a: a.context_parallel_size == 1, "there is no context parallelism"),
     Unused("freeze_indexer", lambda a: not uses_sparse_attention(a), "the model has no sparse attention"),
+    Unused("dsa_indexer_loss_coeff", lambda a: not uses_sparse_attention(a), "the model has no sparse attention"),
+    Unused(
+        "dsa_indexer_use_sparse_loss",
+        lambda a: not (uses_sparse_attention(a) and a.dsa_indexer_loss_coeff),
+        "--dsa-indexer-loss-coeff does not train an indexer",
+    ),
+    Unused("mtp_loss_scaling_factor", lambda a: not a.enable_mtp_training, "--enable-mtp-training is not given"),
     Unused("cp_comm_type", lambda a: a.context_parallel_size == 1, "there is no context parallelism"),
     Unused(
         "sequence_parallel",

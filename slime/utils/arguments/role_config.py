@@ -10,6 +10,7 @@ megatron:
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,7 @@ CRITIC: Mapping[str, Any] = {
     "normalize_advantages": False,
     "untie_embeddings_and_output_weights": True,
     "mtp_num_layers": None,
+    "mtp_use_repeated_layer": False,
     "enable_mtp_training": False,
     "save_hf": None,
     "save_debug_train_data": None,
@@ -86,11 +88,12 @@ def role_command_lines(command_line: CommandLine, grammar: Grammar) -> tuple[Com
 
 
 def critic_args(values: Mapping[str, Any], given: Mapping[str, str], path: str | None) -> dict[str, Any]:
-    """What to replace in the completed arguments `values` of the critic's command line: `CRITIC`, and the custom
-    advantage function unless the critic's own overrides name one."""
-    custom = "custom_advantage_function_path"
+    """What to replace in the completed arguments `values` of the critic's command line: `CRITIC`, the custom advantage
+    function unless the critic's own overrides name one, and a layout of stages that has prediction layers (m)."""
+    custom, layout = "custom_advantage_function_path", "pipeline_model_parallel_layout"
     own = path is not None and given.get(custom, "").startswith(f"{path}: ")
-    return {**CRITIC, custom: values[custom] if own else None}
+    stages = values[layout] and re.sub(r"m(\*\d+)?", "", values[layout])
+    return {**CRITIC, custom: values[custom] if own else None, layout: stages}
 
 
 def _critic(
@@ -129,7 +132,7 @@ def _start(load: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], Proble
 
     The actor's checkpoint decides which one is resumed: the critic's is saved before it, and may be one ahead. Before
     the actor has trained, only the critic has one. Beside an actor's checkpoint without a critic's, the critic starts
-    from the actor's weights.
+    from the actor's weights. With --finetune nothing is resumed: the critic's newest weights do as well.
     """
     found = megatron_checkpoint(load)
     own = (Path(load) if found is None else found[0]) / DIRECTORY
@@ -142,9 +145,10 @@ def _start(load: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], Proble
     step = values["ckpt_step"]
     if step is None and found is not None:
         step = found[1] if found[1] is not None else (found[0] / TRACKER).read_text().strip()
-    if step is None or str(step) == newest:
+    there = str(step).isdecimal() and (own / f"iter_{int(step):07d}").is_dir()
+    if step is None or str(step) == newest or (values["finetune"] and not there):
         return {"load": str(own), "ckpt_step": None}, None, ""
-    if not str(step).isdecimal() or not (own / f"iter_{int(step):07d}").is_dir():
+    if not there:
         says = f"the actor's checkpoint is {step}, and {own} has none of that step (its newest: {newest})"
         hint = "--ckpt-step STEP with a step that both have, or --finetune to start both from their weights"
         return {"load": str(own)}, Problem(("--load",), says, hint), ""

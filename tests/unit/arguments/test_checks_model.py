@@ -317,6 +317,12 @@ RULES = {
     ),
     pipeline.check_sparse_attention: (
         Rule(
+            "--dsa-indexer-loss-coeff 0.5 --max-tokens-per-gpu 65536",
+            ("64 heads / 1 x 65,536 tokens x 65,536 x context parallel 1 = 1099.5 GB each",),
+            "--dsa-indexer-loss-coeff 0.5 --max-tokens-per-gpu 65536 --dsa-indexer-use-sparse-loss",
+            model=DSA,
+        ),
+        Rule(
             "--dsa-kernel-backend tilelang --accelerator cpu",
             ("tilelang: its kernels need a GPU",),
             "--accelerator cpu",
@@ -336,18 +342,26 @@ RULES = {
             model=DSA,
             config={"indexer_rope_interleave": False},
         ),
-        Rule("--dsa-indexer-loss-coeff -1", ("is -1, must be >= 0",), "--dsa-indexer-loss-coeff 1.0", model=DSA),
+        Rule(
+            "--dsa-indexer-loss-coeff -1",
+            ("is -1, must be >= 0",),
+            "--dsa-indexer-loss-coeff 1.0",
+            model=DSA,
+            also="--dsa-indexer-use-sparse-loss",
+        ),
         Rule(
             "--dsa-indexer-loss-coeff 0.5 --freeze-indexer",
             ("--dsa-indexer-loss-coeff 0.5 trains the indexer, --freeze-indexer keeps it",),
             "--freeze-indexer",
             model=DSA,
+            also="--dsa-indexer-use-sparse-loss",
         ),
         Rule(
             "--dsa-indexer-loss-coeff 0.5 --calculate-per-token-loss",
             ("divides every gradient by the response tokens", "not supported yet"),
             "--dsa-indexer-loss-coeff 0.5",
             model=DSA,
+            also="--dsa-indexer-use-sparse-loss",
             kind="unsupported",
         ),
     ),
@@ -360,12 +374,36 @@ RULES = {
         ),
         Rule(
             "--mtp-num-layers 2",
-            ("2 is more than the checkpoint has: 1 (num_nextn_predict_layers",),
+            ("2 is more than the checkpoint has: 1 (num_nextn", "; --mtp-use-repeated-layer runs it 2 times"),
             "--mtp-num-layers 1",
             model=GLM,
         ),
         Rule("--mtp-num-layers 1", ("1 is more than the checkpoint has: 0", "leave --mtp-num-layers out"), model=MOE),
+        Rule(
+            "--mtp-num-layers 2 --mtp-use-repeated-layer",
+            ("2 is more than the checkpoint has: 0", "leave --mtp-num-layers out"),
+            model=MOE,
+        ),
+        Rule(
+            "--mtp-use-repeated-layer",
+            ("runs one prediction layer --mtp-num-layers times, and that is not given",),
+            "--mtp-use-repeated-layer --mtp-num-layers 3",
+            model=DSA,
+        ),
+        Rule(
+            "--mtp-use-repeated-layer --mtp-num-layers 3",
+            ("runs one prediction layer 3 times, and the checkpoint has 2 different ones",),
+            "--mtp-num-layers 2",
+            model=GLM,
+            config={"num_nextn_predict_layers": 2},
+        ),
         Rule("--mtp-loss-scaling-factor -1", ("--mtp-loss-scaling-factor: is -1, must be >= 0",)),
+        Rule(
+            "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0",
+            ("is 0: weight decay alone would move the prediction layers",),
+            "--mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.1",
+            model=DSA,
+        ),
         Rule(
             "--mtp-num-layers 2",
             ("--mtp-num-layers: 2 with sparse attention", "try: --mtp-num-layers 1"),

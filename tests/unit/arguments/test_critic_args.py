@@ -85,6 +85,19 @@ def test_the_actors_overrides_of_what_both_share_hold_for_the_critic(case):
     assert args.num_critic_only_steps == args.critic_args.num_critic_only_steps == 2
 
 
+def test_a_critic_has_the_actors_stages_without_prediction_layers(case):
+    """Megatron counts the m of a layout: a critic, which has none of these layers, would not start."""
+    stages = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2, "mtp_num_layers": 2}
+    case.write_config(num_nextn_predict_layers=2)
+    args = case.args(**PPO, **stages, pipeline_model_parallel_layout="Et*3|t*3m*2L")
+    assert (args.pipeline_model_parallel_layout, args.mtp_num_layers) == ("Et*3|t*3m*2L", 2)
+    assert (args.critic_args.pipeline_model_parallel_layout, args.critic_args.mtp_num_layers) == ("Et*3|t*3L", None)
+    assert case.args(**PPO).critic_args.pipeline_model_parallel_layout is None
+    case.write_config(num_nextn_predict_layers=1)
+    args = case.args(**PPO, mtp_num_layers=3, mtp_use_repeated_layer=True)
+    assert args.mtp_use_repeated_layer and not args.critic_args.mtp_use_repeated_layer
+
+
 def test_mistakes_in_the_critics_values_are_found_before_anything_starts(case):
     problems = "\n".join(map(str, case.problems(**PPO, megatron_config_path=critic(case, "{lr: fast, lrr: 1}"))))
     assert "roles.yaml: lr: " in problems and "roles.yaml: lrr: is no setting of a training role" in problems
@@ -124,7 +137,10 @@ def test_a_resumed_critic_is_the_one_of_the_actors_step(case):
     assert case.args(**PPO, load=f"{load}/iter_0000003").critic_args.ckpt_step == 3
     checkpoint(case.directory / "out", newest=6)
     problem = case.only_problem(**PPO, load=load)
-    assert "the actor's checkpoint is 6" in problem and "its newest: 7" in problem
+    assert "the actor's checkpoint is 6" in problem and "its newest: 7" in problem and "--finetune" in problem
+    mine = case.args(**PPO, load=load, finetune=True).critic_args
+    assert (mine.load, mine.ckpt_step, mine.finetune) == (f"{load}/critic", None, True)
+    assert case.args(**PPO, load=load, ckpt_step=3, finetune=True).critic_args.ckpt_step == 3
 
 
 def test_before_the_actor_has_trained_only_the_critic_is_resumed(case):

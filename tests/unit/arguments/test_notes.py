@@ -63,6 +63,13 @@ CASES = [
         "each export replaces the one before",
         "--save {dir}/o --save-interval 1 --save-hf {dir}/hf_out/{{rollout_id}}",
     ),
+    ("--dsa-indexer-loss-coeff 0.5", "--dsa-indexer-loss-coeff has no effect: the model has no sparse attention", ""),
+    ("--dsa-indexer-use-sparse-loss", "--dsa-indexer-use-sparse-loss has no effect", ""),
+    (
+        "--mtp-loss-scaling-factor 0.3",
+        "--mtp-loss-scaling-factor has no effect: --enable-mtp-training is not given",
+        "--mtp-loss-scaling-factor 0.3 --enable-mtp-training",
+    ),
     ("--num-rollout 0", "nothing will be trained", ""),
     (
         f"{PACKED} --rollout-max-context-len 100",

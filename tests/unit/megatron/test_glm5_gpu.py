@@ -66,6 +66,23 @@ def test_the_same_tokens_are_chosen(kernels):
             position += 1
 
 
+def test_among_equal_scores_the_first_tokens_are_chosen(kernels):
+    """No head has a weight, so that all scores are 0, or -0: the sign must not matter to a sort on the GPU."""
+    if kernels == "cudnn":
+        pytest.skip("cuDNN's kernel chooses by itself")
+    for name, layer in both_ways(kernels, CHOOSING).items():
+        with torch.no_grad():
+            weight = layer.core_attention.indexer.linear_weights_proj.weight
+            weight.copy_(torch.where(torch.arange(len(weight), device="cuda")[:, None] % 2 == 0, 0.0, -0.0))
+            params = packed(LENGTHS, "cuda")
+            layer(hidden(), None, packed_seq_params=params)
+        chosen = choice_of(params)[0].tolist()
+        firsts = [sum(LENGTHS[:i]) for i, length in enumerate(LENGTHS) for _ in range(length)]
+        for t, (row, first) in enumerate(zip(chosen, firsts, strict=True)):
+            wanted = range(first, min(t + 1, first + SIZES.index_topk))
+            assert sorted(j for j in row if j >= 0) == list(wanted), (name, t)
+
+
 def test_output_and_gradients_equal_the_plain_path(kernels):
     """The same choice given to both; the distance is bfloat16's."""
     generator = torch.Generator().manual_seed(3)

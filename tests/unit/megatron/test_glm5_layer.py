@@ -93,23 +93,6 @@ def test_short_sequences_are_dense_latent_attention():
     assert relative(run(layer, hidden(21), (21,)), longer) > 0.05
 
 
-def test_equal_scores_are_chosen_the_same_way_again():
-    """The torch path leaves ties to torch.topk: any of the equal ones, but the same ones every time, each once and
-    none from the future. They occur where relu leaves nothing of all 32 heads."""
-    layer = build_attention(make_config(TINY, torch.float32, "none"), CHOOSING)
-    with torch.no_grad():
-        layer.core_attention.indexer.linear_weights_proj.weight.zero_()
-    choices = []
-    for _ in range(2):
-        params = packed([30], "cpu")
-        run(layer, hidden(30), params=params)
-        choices.append(choice_of(params)[0])
-    assert torch.equal(*choices)
-    for t, chosen in enumerate(choices[0].tolist()):
-        real = [j for j in chosen if j >= 0]
-        assert len(real) == len(set(real)) == min(t + 1, TINY.index_topk) and max(real) <= t
-
-
 def test_bfloat16_keeps_head_weights_exact():
     """The indexer's head weights come out of bfloat16 numbers in float32, as in the engine; rounded to bfloat16 they
     decide otherwise between nearly equal tokens."""
@@ -209,7 +192,7 @@ def test_scores_of_fused_kernels_take_bounded_memory():
         ({"dsa_indexer_rotate_activation": True}, "pass --no-dsa-indexer-rotate-activation"),
         ({"dsa_indexer_scoring_relu": False}, "leave it out"),
         ({"dsa_indexer_skip_topk_offset": 0}, "--dsa-indexer-topk-freq 4 but no --dsa-indexer-skip-topk-offset"),
-        ({"mtp_num_layers": 2}, "use --mtp-num-layers 1"),
+        ({"mtp_num_layers": 2}, "--mtp-use-repeated-layer, or use --mtp-num-layers 1"),
     ],
 )
 def test_the_provider_refuses(changes, words):
@@ -265,24 +248,70 @@ def test_the_provider_names_legal_splits(monkeypatch):
         get_glm5_spec(Namespace(), config, None)
 
 
-def test_the_prediction_layer_chooses_for_itself():
-    """Multi-token prediction's layer has an indexer, and leaves the decoder layers' choices alone: Megatron counts it
-    as layer 1, whose choice others may still ask for."""
+def prediction_layer(config, args=None):
+    """The attention of the layer of multi-token prediction, with the weights of decoder layer 1."""
     from megatron.core.transformer.spec_utils import build_module
 
     from slime_plugins.models.glm5.glm5 import get_glm5_spec
 
+    spec = get_glm5_spec(args or Namespace(), config, None).prediction_layer.submodules.self_attention
+    attention = build_module(spec, config=config, layer_number=1)
+    attention.load_state_dict(build_attention(config, 1).state_dict())
+    return attention
+
+
+def test_the_prediction_layer_chooses_for_itself():
+    """Multi-token prediction's layer has an indexer, and leaves the decoder layers' choices alone: Megatron counts it
+    as layer 1, whose choice others may still ask for."""
     config = make_config(TINY, torch.float32, "none", dsa_indexer_skip_topk_offset=1)
-    spec = get_glm5_spec(Namespace(), config, None)
-    attention = build_module(spec.prediction_layer.submodules.self_attention, config=config, layer_number=1)
-    twin = build_attention(config, 1)
-    attention.load_state_dict(twin.state_dict())
+    attention, twin = prediction_layer(config), build_attention(config, 1)
     params, x = packed(LENGTHS, "cpu"), hidden()
     run(twin, hidden(seed=6), params=params)
     before = vars(params)["_dsa_index_share_topk_holder"][1]
     out = run(attention, x, params=params)
     assert vars(params)["_dsa_index_share_topk_holder"] == {1: before}
     assert torch.equal(out, run(twin, x))
+
+
+@pytest.mark.parametrize("freq", [4, 1])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_prediction_layer_that_runs_again_keeps_its_choice(tmp_path, recompute, freq):
+    """Where config.json says so, three runs on three inputs attend to what the first one chose; the choice is gone
+    after the last run, or, if backward computes attention again, when it has done so for the first run. Another
+    micro-batch chooses anew."""
+    from types import SimpleNamespace
+
+    from slime.backends.megatron_utils.mtp import Run
+    from tests.helpers.tiny_models import _config
+
+    told = _config("glm5_2", {"num_hidden_layers": 4, "index_topk_freq": freq}).to_dict()
+    told.pop("indexer_types", None)
+    again = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]} if recompute else {}
+    config = make_config(TINY, torch.float32, "none", dsa_indexer_topk_freq=freq, moe_layer_freq=1, **again)
+    inputs = [hidden(seed=seed).requires_grad_() for seed in (1, 2, 3)]
+
+    def runs(shared: bool, row: slice) -> tuple[list[torch.Tensor], SimpleNamespace]:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(told | {"index_share_for_mtp_iteration": shared}))
+        layer = prediction_layer(config, Namespace(hf_checkpoint=str(tmp_path)))
+        kept, outs, params = SimpleNamespace(), [], packed(LENGTHS, "cpu")
+        for index, x in enumerate(inputs[row]):
+            outs.append(run(layer, x, params=Run(index, len(inputs[row]), kept).of(params)))
+            assert bool(vars(kept)) == (shared and (recompute or index < len(inputs[row]) - 1))
+        assert not any("index_share" in name for name in vars(params))
+        return outs, kept
+
+    alone = [runs(True, slice(i, i + 1))[0][0] for i in range(3)]
+    anew, _ = runs(False, slice(0, 3))
+    assert all(torch.equal(a, b) for a, b in zip(anew, alone, strict=True))
+    once, kept = runs(True, slice(0, 3))
+    assert torch.equal(once[0], alone[0]) and all(relative(once[i], alone[i].double()) > 0.05 for i in (1, 2))
+    sum(out.square().sum() for out in once).backward()
+    assert not vars(kept)
+    if recompute:
+        config.recompute_granularity, recompute = None, False
+        plain = torch.autograd.grad(sum(out.square().sum() for out in runs(True, slice(0, 3))[0]), inputs)
+        assert all(relative(x.grad, wanted.double()) < 1e-6 for x, wanted in zip(inputs, plain, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""Which of equally scored tokens sparse attention chooses, on both of Megatron's paths, and how often it had to say."""
+"""Which of equally scored tokens sparse attention chooses, on both of Megatron's paths, and how often it is asked."""
 
 import dataclasses
 import importlib.util
+import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -202,6 +204,28 @@ def test_a_layer_without_scores_takes_the_first_tokens(ties):
             assert counted.tolist() == [6 + 0 + 1, 15]
         else:
             assert counted is None  # log-probs are computed often; the training step counts
+
+
+@pytest.mark.parametrize(("shared", "training", "choices"), [(True, True, 5), (False, True, 7), (True, False, 4)])
+def test_the_indexers_loss_is_a_mean_over_choices(monkeypatch, tmp_path, ties, shared, training, choices):
+    """4 of 8 layers choose, and a prediction layer that runs 3 times does so once or in each run, by config.json."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+
+    from slime.backends.megatron_utils.indexer_loss import indexer_metrics
+
+    (tmp_path / "config.json").write_text(json.dumps({"index_share_for_mtp_iteration": shared}))
+    args = Namespace(
+        experimental_attention_variant="dsa", dsa_indexer_loss_coeff=0.5, dsa_indexer_topk_freq=4, num_layers=8,
+        dsa_indexer_skip_topk_offset=3, hf_checkpoint=str(tmp_path), enable_mtp_training=training, mtp_num_layers=3,
+    )  # fmt: skip
+    sums = {"values": torch.full((8,), 2 * choices * 0.5 * 0.3 / 8)}
+    monkeypatch.setattr(DSAIndexerLossLoggingHelper, "tracker", sums)
+    with ties.of_layer(torch.tensor([True, True, False])):
+        ties.note(torch.tensor([False, True, True]))
+    metrics = indexer_metrics(args, num_microbatches=2)
+    assert metrics == {"indexer_ties": 0.5, "indexer_kl": pytest.approx(0.3)}
+    args.dsa_indexer_loss_coeff = None
+    assert indexer_metrics(args, num_microbatches=2) == {}
 
 
 def test_kernels_that_hide_their_scores_are_not_counted(ties):

@@ -34,6 +34,8 @@ ONE_RANK = {
     "deepseek_v3": ("deepseek_v3", (), {}),
     "glm_moe_dsa": ("glm_moe_dsa", (), {}),
     "mimo": ("mimo", (), {}),
+    "glm_moe_dsa_once": ("glm_moe_dsa_once", mtp_runs.repeated(3), {}),
+    "glm_moe_dsa_once: recompute": ("glm_moe_dsa_once", (*mtp_runs.repeated(3), *RECOMPUTE), {}),
 }
 TWO_RANKS = {
     "glm4_moe: dp2": ("glm4_moe", (), {}),
@@ -50,16 +52,21 @@ TWO_RANKS = {
     "glm_moe_dsa: pp2": ("glm_moe_dsa", PP2, {}),
     "glm_moe_dsa: cp2": ("glm_moe_dsa", CP2, {}),
     "mimo: tp2": ("mimo", TP2, {}),
+    "glm_moe_dsa_once: cp2": ("glm_moe_dsa_once", (*mtp_runs.repeated(3), *CP2), {}),
 }
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
+    """name -> directory; _once: a layer that repeats keeps the choice of tokens of its first run."""
     directory = tmp_path_factory.mktemp("hf")
     found = {}
     for name in FAMILIES:
         (directory / name).mkdir()
         found[name] = make_tiny_mtp_model(name, directory / name)
+    (directory / "once").mkdir()
+    once = {"index_share_for_mtp_iteration": True}
+    found["glm_moe_dsa_once"] = make_tiny_mtp_model("glm_moe_dsa", directory / "once", **once)
     return found
 
 
@@ -72,7 +79,7 @@ def paths(models, tmp_path_factory):
     (mimo / "config.json").write_text(config.replace('"model_type": "qwen2"', '"model_type": "mimo"'))
     weights = mtp_runs.as_mimo(load_tensors(models["qwen2"] / "model.safetensors"))
     save_file(weights, mimo / "model.safetensors", metadata={"format": "pt"})
-    found = {name: (name, models[name]) for name in FAMILIES if name != "qwen2"}
+    found = {name: (name.removesuffix("_once"), path) for name, path in models.items() if name != "qwen2"}
     return found | {"mimo": ("qwen2", mimo)}
 
 
@@ -83,7 +90,7 @@ def runs_of(table, paths):
 @pytest.fixture(scope="module")
 def one_rank(paths, models, tmp_path_factory):
     scratch = tmp_path_factory.mktemp("scratch")
-    formulas = {name: (*where, models[where[0]]) for name, where in paths.items()}
+    formulas = {name: (*where, models.get(name, models["qwen2"])) for name, where in paths.items()}
     return run_ranks(mtp_runs.formulas_and_training, 1, formulas, scratch, runs_of(ONE_RANK, paths))[0]
 
 

@@ -44,6 +44,14 @@ TWO_RANKS = {
     "per token, cp2": (["--context-parallel-size", "2"], PER_TOKEN | DYNAMIC),
 }
 
+FROZEN = {"freeze_params_name_list": ["embedding", r"layers\.[03]\."]}
+FROZEN_IN_LAYOUTS = {
+    "frozen, pp2": (PP2, FROZEN),
+    "frozen, pp2 with two virtual stages, recomputed": (
+        [*PP2, "--num-layers-per-virtual-pipeline-stage", "1", *RECOMPUTE],
+        FROZEN,
+    ),
+}
 
 TIED = {
     "whole logits": ([], WHOLE_LOGITS),
@@ -61,12 +69,12 @@ def hf(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(hf):
-    return run_ranks(run_layouts, 1, hf, ONE_RANK)[0]
+    return run_ranks(run_layouts, 1, hf, ONE_RANK | {"frozen": ([], FROZEN)})[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(hf):
-    return run_ranks(run_layouts, 2, hf, TWO_RANKS)[0]
+    return run_ranks(run_layouts, 2, hf, TWO_RANKS | FROZEN_IN_LAYOUTS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +114,18 @@ def test_cutting_the_batch_differently_changes_nothing(one_rank, initial, name):
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_spreading_over_two_ranks_changes_nothing(one_rank, two_ranks, initial, name):
     assert_same_training(two_ranks[name], one_rank[reference_of(name)], initial)
+
+
+@pytest.mark.parametrize("name", FROZEN_IN_LAYOUTS)
+def test_a_list_of_frozen_layers_means_the_same_on_every_stage(one_rank, two_ranks, initial, name):
+    """Layers have their numbers in the whole model; counted from each stage's first, other ones would be frozen."""
+    weights, expected = two_ranks[name][1], one_rank["frozen"][1]
+    moved = {key for key in initial if not np.array_equal(expected[key], initial[key])}
+    assert {int(key.split(".")[2]) for key in moved if ".layers." in key} == {1, 2}
+    assert moved == {key for key in initial if not np.array_equal(weights[key], initial[key])}
+    for key in moved:
+        change = np.abs(expected[key] - initial[key]).max()
+        assert np.abs(weights[key] - expected[key]).max() <= 1e-5 * change + 2.4e-7 * np.abs(expected[key]).max(), key
 
 
 def test_a_tied_embedding_gets_both_of_its_gradients(tmp_path):

@@ -324,6 +324,10 @@ def test_frozen_parameters_have_no_gradients():
     assert whole.trained(expert=True) - frozen.trained(expert=True) == fc1
     second = parameters_of_rank(shape, layout, sizes, 0, only=[r"layers\.1\..*router"], freeze=["router"])
     assert second.trained() == 128 * 2048  # layer 1 of 48, not 10 .. 19: names are Megatron's, not patterns of ours
+    stages = (Chunk(0, 0, tuple(range(20)), True, False, ()), Chunk(1, 0, tuple(range(20, 48)), False, True, ()))
+    layout, sizes = PipelineLayout(stages, 2, 1), Sizes(tp=2, pp=2, cp=1, ep=4, etp=1, dp=4, edp=2)
+    trained = [parameters_of_rank(shape, layout, sizes, rank, only=[r"layers\.47\..*router"]) for rank in (0, 1)]
+    assert [stage.trained() for stage in trained] == [0, 128 * 2048]  # counted from the model's first layer
 
 
 # Families whose Megatron modules are not here: transformers' model of the same (unequal) sizes, on the meta device.

@@ -142,7 +142,9 @@ def test_training_is_three_passes_but_one_of_a_frozen_indexer():
     one = attention_cost(sparse(True), HIDDEN) + indexer_cost(sparse(True), HIDDEN)
     one += Cost(token=2 * 2 * HIDDEN * HIDDEN + mlp_flops(MLP, HIDDEN))
     trained = flops.training(lengths, 3, prediction_depths=2) - flops.training(lengths, 3)
-    assert trained == 3 * extra - 2 * 3 * 2 * HIDDEN * VOCAB
+    with_indexers = flops.training(lengths, 3, 2, train_indexers=True) - 3 * flops.forward(lengths, 3)
+    assert with_indexers == 3 * extra - 2 * 3 * 2 * HIDDEN * VOCAB
+    assert trained == with_indexers - 2 * 2 * indexers, "the prediction layer's own indexer is frozen as well"
     assert extra == 2 * (sum(one.of(length, 7) for length in lengths) + 3 * 2 * HIDDEN * VOCAB)
 
 

@@ -28,6 +28,7 @@ from slime.utils.layout.splits import balanced_counts
 from slime.utils.layout.stage_string import stage_string
 
 SHOWN_SPLITS = 4
+LARGEST_SCORES = 1 << 30  # bytes of float32 scores of all pairs of tokens that the indexer's dense loss may take
 ROTARY_FOR_MTP = ("rope", "none")
 
 
@@ -210,6 +211,17 @@ def _indexer_training(a: Namespace) -> Iterator[Problem]:
     if coefficient > 0 and a.freeze_indexer:
         says = f"{flag} {coefficient:g} trains the indexer, --freeze-indexer keeps it as it is"
         yield Problem((flag, "--freeze-indexer"), says, f"leave {flag} out")
+    if coefficient > 0 and not a.dsa_indexer_use_sparse_loss:
+        heads, cp = a.num_attention_heads or 0, a.context_parallel_size
+        tokens = a.max_tokens_per_gpu or a.seq_length or 0
+        size = 4 * heads // a.tensor_model_parallel_size * tokens * tokens * cp
+        if size > LARGEST_SCORES:
+            says = (
+                f"{coefficient:g} compares the attention to all tokens: several float32 tensors of {heads} heads / "
+                f"{a.tensor_model_parallel_size} x {tokens:,} tokens x {tokens:,} x context parallel {cp} = "
+                f"{size / 1e9:.1f} GB each; over the chosen tokens alone there are none"
+            )
+            yield Problem((flag,), says, "--dsa-indexer-use-sparse-loss")
     if coefficient > 0 and a.calculate_per_token_loss:
         says = f"{flag} {coefficient:g} is a mean over all tokens of a micro-batch, and --calculate-per-token-loss "
         says += "divides every gradient by the response tokens of the step: not supported yet"
@@ -219,22 +231,34 @@ def _indexer_training(a: Namespace) -> Iterator[Problem]:
 @of_trainer
 def check_mtp(a: Namespace, given: Mapping[str, str]) -> Iterator[Problem]:
     """Multi-token prediction: as many layers as the checkpoint has, trained only where they can be."""
-    layers, flag = a.mtp_num_layers or 0, "--mtp-num-layers"
+    layers, flag, repeat = a.mtp_num_layers or 0, "--mtp-num-layers", "--mtp-use-repeated-layer"
     if a.enable_mtp_training and not layers:
-        says = "trains the layers of multi-token prediction, and --mtp-num-layers is not given"
+        said = "not given" if a.mtp_num_layers is None else a.mtp_num_layers
+        says = f"trains the layers of multi-token prediction, and --mtp-num-layers is {said}"
         yield Problem(("--enable-mtp-training",), says, f"{flag} 1")
     config = model_config(a)
     there = first_of(config, "num_nextn_predict_layers", "mtp_num_hidden_layers")
-    if layers > 0 and config and layers > (there or 0):
+    built = min(layers, 1) if a.mtp_use_repeated_layer else layers
+    if built > 0 and config and built > (there or 0):
         says = f"{layers} is more than the checkpoint has: {there or 0} (num_nextn_predict_layers in config.json)"
+        says += f"; {repeat} runs it {layers} times" if there == 1 else ""
         yield Problem((flag,), says, f"{flag} {there}" if there else f"leave {flag} out")
+    if a.mtp_use_repeated_layer and not layers:
+        says = f"runs one prediction layer {flag} times, and that is not given"
+        yield Problem((repeat,), says, f"{flag} 2")
+    if a.mtp_use_repeated_layer and layers and (there or 0) > 1:
+        says = f"runs one prediction layer {layers} times, and the checkpoint has {there} different ones"
+        yield Problem((repeat,), says, f"leave {repeat} out")
     if layers > 0 and a.position_embedding_type not in ROTARY_FOR_MTP and not a.use_rotary_position_embeddings:
         says = f"{a.position_embedding_type} does not go with {flag} {layers}"
         yield Problem(("--position-embedding-type",), says, "--position-embedding-type rope")
     if a.mtp_loss_scaling_factor < 0:
         says = f"is {a.mtp_loss_scaling_factor:g}, must be >= 0"
         yield Problem(("--mtp-loss-scaling-factor",), says, "--mtp-loss-scaling-factor 0.2")
-    if layers > 1 and uses_sparse_attention(a):
+    if a.enable_mtp_training and a.mtp_loss_scaling_factor == 0:
+        says = "is 0: weight decay alone would move the prediction layers; without --enable-mtp-training they stay"
+        yield Problem(("--mtp-loss-scaling-factor", "--enable-mtp-training"), says, "--mtp-loss-scaling-factor 0.2")
+    if built > 1 and uses_sparse_attention(a):
         says = f"{layers} with sparse attention: the published models have one, which chooses its own top-k"
         yield Problem((flag,), says, f"{flag} 1")
     if layers > 0:

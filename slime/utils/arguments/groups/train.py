@@ -101,14 +101,14 @@ GROUP = FlagGroup(
             "--only-train-params-name-list",
             str,
             None,
-            "Train only parameters whose name matches a regular expression.",
+            "Train only parameters whose name in the whole model matches a regular expression.",
             nargs="*",
         ),
         Flag(
             "--freeze-params-name-list",
             str,
             None,
-            "Freeze parameters whose name matches a regular expression.",
+            "Freeze parameters whose name in the whole model matches a regular expression.",
             nargs="*",
         ),
         switch(
