@@ -24,11 +24,16 @@ def run_ranks(fn: Callable, world_size: int, *args: Any, timeout: float = DEFAUL
     fn, args and results must be picklable (fn: a top-level function of a module). One torch thread a rank. RankError
     with the traceback of the first rank that fails, or when `timeout` seconds pass; all ranks are killed then.
     """
+    from torch.distributed import TCPStore
+
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    port = free_port()
+    # here, because it is served on a free port from now on; the ranks import for seconds before they would
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_rank_main, args=(fn, rank, world_size, port, args, results, timeout), daemon=False)
+        context.Process(
+            target=_rank_main, args=(fn, rank, world_size, store.port, args, results, timeout), daemon=False
+        )
         for rank in range(world_size)
     ]
     with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"):
@@ -56,13 +61,9 @@ def _rank_main(fn: Callable, rank: int, world_size: int, port: int, args: tuple,
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+        limit = timedelta(seconds=timeout)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         value = fn(rank, world_size, *args)
         dist.barrier()  # a rank that leaves early resets the connections of the others
         dist.destroy_process_group()

@@ -1,0 +1,14 @@
+"""Runs the test files that need a process without an unadapted Megatron, which other tests import as it is."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FILES = [HERE / "test_glm5_layer.py", HERE / "test_glm5_ties.py"]
+
+
+def test_files_that_need_a_process_of_their_own():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, FILES)]
+    result = subprocess.run(command, cwd=HERE.parents[2], capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
