@@ -1,5 +1,6 @@
-"""What happens to collected tests, without loading torch for the question: those that need a GPU are skipped elsewhere,
-and those that start whole runs go to one worker.
+"""Tests that need a GPU are skipped elsewhere, and those that start whole runs go to one worker.
+
+Torch is not loaded for the question.
 """
 
 import subprocess
