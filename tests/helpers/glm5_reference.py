@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-# Packed rows of 64 tokens with ragged sequences, most longer than index_topk 8; lengths are multiples of 2 * cp.
-ROWS = ((20, 28, 16), (4, 44, 8, 8), (12, 52), (36, 4, 24))
+# Rows of 64 tokens, one sequence or ragged ones, most longer than index_topk 8; lengths are multiples of 2 * cp.
+ROWS = ((20, 28, 16), (4, 44, 8, 8), (64,), (36, 4, 24))
 TOKENS = sum(ROWS[0])
 
 
