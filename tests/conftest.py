@@ -11,12 +11,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-rank", action="store_true", help="build every rank of the full-size layouts (2 minutes)")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Two workers (`-n 2 --dist loadgroup`) share the files; one of them does all that starts whole runs, in turn."""
-    for item in items:
-        group = "e2e" if item.get_closest_marker("e2e") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
     if detect_accelerator() == "cuda":
         return
     for item in items:
