@@ -1,9 +1,10 @@
-"""Numbers that no run can have: reported, and replaced so that the rest is still checked and planned.
+"""Values that no run can have: reported, and replaced so that the rest is still checked and planned.
 
 The layout arithmetic makes lists as long as some of them, and nan is neither above nor below the bound of any rule.
 """
 
 import math
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from slime.utils.arguments.flag import Problem
 
 LAYERS, RANKS, SAMPLES, WIDTH, ANY = 1000, 1 << 17, 1 << 22, (1 << 31) - 1, 1 << 53
+PATTERNS = ("only_train_params_name_list", "freeze_params_name_list")
 LIMITS = {
     **dict.fromkeys(("num_layers", "mtp_num_layers", "pipeline_model_parallel_size", "sglang_pp_size"), LAYERS),
     **dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"), LAYERS),
@@ -29,11 +31,20 @@ LIMITS = {
 
 
 def replace_impossible(a: Namespace, given: Mapping[str, str], defaults: Mapping[str, Any]) -> list[Problem]:
-    """A problem for each number of the draft `a` that is not finite or above its limit.
+    """A problem for each number of the draft `a` that is not finite or above its limit, and each broken pattern.
 
-    In their place, in `a`, stands the default (by attribute in `defaults`), or the limit.
+    In their place, in `a`, stands the default (by attribute in `defaults`), or the limit; such a pattern is left out.
     """
     problems = []
+    for dest in PATTERNS:
+        patterns = getattr(a, dest) or []
+        broken = {pattern: error for pattern in patterns if (error := _broken(pattern))}
+        option = given.get(dest, "--" + dest.replace("_", "-"))
+        for pattern, error in broken.items():
+            says = f"{pattern!r} is no regular expression: {error}"
+            problems.append(Problem((option,), says, f"{option} '{re.escape(pattern)}'"))
+        if broken:
+            setattr(a, dest, [pattern for pattern in patterns if pattern not in broken] or None)
     for dest, option in given.items():
         value = getattr(a, dest)
         numbers = value if isinstance(value, list) else [value]
@@ -53,3 +64,12 @@ def replace_impossible(a: Namespace, given: Mapping[str, str], defaults: Mapping
         problems.append(Problem((given.get("actor_num_nodes", "--actor-num-nodes"),), says))
         a.actor_num_nodes = max(1, RANKS // each)
     return problems
+
+
+def _broken(pattern: str) -> str | None:
+    """What is wrong with a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return str(error)
+    return None

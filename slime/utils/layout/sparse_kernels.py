@@ -25,7 +25,7 @@ def why_not(kernels: str, a: Namespace) -> str | None:
             f"its kernels are written for --kv-lora-rank {VALUE_SIZE} and --qk-pos-emb-head-dim "
             f"{KEY_SIZE - VALUE_SIZE}, the model has {a.kv_lora_rank} and {a.qk_pos_emb_head_dim}"
         )
-    heads = a.num_attention_heads // a.tensor_model_parallel_size
+    heads = a.num_attention_heads // max(1, a.tensor_model_parallel_size)
     if kernels == "tilelang" and heads > SMALLEST_HEADS and heads & (heads - 1):
         return (
             f"its kernels are written for a power of two of heads a rank, here {a.num_attention_heads} / "

@@ -316,6 +316,8 @@ RULES = {
         ),
     ),
     pipeline.check_sparse_attention: (
+        Rule("--dsa-indexer-topk 0", ("is 0, must be at least 1",), model=DSA),
+        Rule("--dsa-indexer-n-heads -2", ("is -2, must be at least 1",), model=DSA, others=True),
         Rule(
             "--dsa-indexer-loss-coeff 0.5 --max-tokens-per-gpu 65536",
             ("64 heads / 1 x 65,536 tokens x 65,536 x context parallel 1 = 1099.5 GB each",),

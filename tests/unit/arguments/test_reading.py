@@ -68,6 +68,27 @@ def test_what_is_no_number_breaks_a_rule(case, number):
         assert [str(problem) for problem in problems] == [f"{flag}: is {number}, must be a finite number"]
 
 
+@pytest.mark.parametrize("flag", ["--freeze-params-name-list", "--only-train-params-name-list"])
+def test_a_broken_pattern_is_a_sentence(case, flag):
+    """The plan, and later every trainer, ended in a stack trace of the regular expression compiler."""
+    reading = case.reading(flag, "[", r"layers\.0")
+    (problem,) = reading.problems
+    assert (
+        str(problem).startswith(f"{flag}: '[' is no regular expression: unterminated")
+        and problem.try_ == rf"{flag} '\['"
+    )
+    assert getattr(reading.args, flag[2:].replace("-", "_")) == [r"layers\.0"]
+
+
+@pytest.mark.parametrize("flag", ["--dsa-kernel-backend tilelang", "--dsa-indexer-loss-coeff 1"])
+def test_no_tensor_parallel_rank_is_a_problem_like_others(case, flag):
+    """Heads were divided by a number that is reported as illegal elsewhere."""
+    options = "--multi-latent-attention --kv-lora-rank 512 --qk-pos-emb-head-dim 64 --dsa-indexer-topk 2048"
+    options += f" --experimental-attention-variant dsa --bf16 --tensor-model-parallel-size 0 {flag}"
+    problems = case.reading(*options.split(), "--accelerator", "cuda", dry_run=True).problems
+    assert any("--tensor-model-parallel-size" in problem.flags for problem in problems)
+
+
 @pytest.mark.parametrize("flag", LIMITS)
 def test_a_slip_of_the_keyboard_does_not_keep_the_reading_busy(case, flag):
     """Lists as long as a number of stages, and the divisors of a number of heads, took for ever."""

@@ -177,6 +177,13 @@ def check_sparse_attention(a: Namespace, given: Mapping[str, str]) -> Iterator[P
     """What Megatron's sparse attention asks of the rest: its layers, its kernels, and what trains the indexer."""
     if not uses_sparse_attention(a):
         return
+    for flag, value in (
+        ("--dsa-indexer-n-heads", a.dsa_indexer_n_heads),
+        ("--dsa-indexer-head-dim", a.dsa_indexer_head_dim),
+        ("--dsa-indexer-topk", a.dsa_indexer_topk),
+    ):
+        if value is not None and value < 1:
+            yield Problem((flag,), f"is {value}, must be at least 1", f"leave {flag} out")
     if a.add_bias_linear:
         says = "sparse attention absorbs its projections into one another, which have no biases then"
         yield Problem(("--experimental-attention-variant",), says, "--disable-bias-linear")
@@ -214,7 +221,7 @@ def _indexer_training(a: Namespace) -> Iterator[Problem]:
     if coefficient > 0 and not a.dsa_indexer_use_sparse_loss:
         heads, cp = a.num_attention_heads or 0, a.context_parallel_size
         tokens = a.max_tokens_per_gpu or a.seq_length or 0
-        size = 4 * heads // a.tensor_model_parallel_size * tokens * tokens * cp
+        size = 4 * heads // max(1, a.tensor_model_parallel_size) * tokens * tokens * cp
         if size > LARGEST_SCORES:
             says = (
                 f"{coefficient:g} compares the attention to all tokens: several float32 tensors of {heads} heads / "
