@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from slime.backends.megatron_utils.cp_utils import ParallelState
-from slime.backends.megatron_utils.loss.vocab_parallel import _Settings, _WeightGradient, vocab_parallel_log_probs
+from slime.backends.megatron_utils.loss.vocab_parallel import _WeightGradient, vocab_parallel_log_probs
+from slime.utils.log_prob_chunks import row_chunks, rows_per_chunk
 
 ALONE = ParallelState()
 
@@ -53,9 +54,9 @@ def measure(tokens: int, weight: torch.Tensor, options: argparse.Namespace) -> N
     hidden = torch.randn(tokens, weight.size(1), device=weight.device).to(weight.dtype).requires_grad_()
     rows, targets = torch.arange(tokens, device=weight.device), torch.randint(len(weight), (tokens,)).to(weight.device)
     slope = torch.randn(tokens, device=weight.device)
-    settings = _Settings(ALONE, 1.0, None, False, options.chunk, None, False)
-    parts = list(settings.chunks(tokens, len(weight), hidden))
-    rows_per_chunk = parts[0].stop
+    most = rows_per_chunk(options.chunk, len(weight), hidden.element_size(), weight.device.type)
+    parts = list(row_chunks(tokens, most))
+    rows_of_first = parts[0].stop
 
     def log_probs(with_entropy: bool, train: bool = False) -> None:
         with torch.set_grad_enabled(train):
@@ -82,7 +83,7 @@ def measure(tokens: int, weight: torch.Tensor, options: argparse.Namespace) -> N
         "training + entropy": (lambda: log_probs(True, train=True), "+ two backward"),
         "naive training": (lambda: naive(hidden, weight, targets, slope), "+ two backward"),
     }
-    print(f"\n{tokens} tokens, {len(parts)} chunks of {rows_per_chunk} rows")
+    print(f"\n{tokens} tokens, {len(parts)} chunks of {rows_of_first} rows")
     print(f"{'':28} {'ms':>10} {'TFLOP/s':>9} {'ratio':>7} {'GiB':>8}")
     base = {}
     for name, (function, reference) in passes.items():

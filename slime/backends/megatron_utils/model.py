@@ -23,6 +23,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.training import get_megatron_optimizer_config, get_model
 from torch import Tensor
 
+from slime.backends.megatron_utils.critic_head import is_critic
 from slime.backends.megatron_utils.data import FORWARD_KEYS, TRAIN_KEYS, DataIterator, get_batch
 from slime.backends.megatron_utils.indexer_loss import count_real_tokens_only, indexer_metrics, uses_indexers
 from slime.backends.megatron_utils.loss import loss_function
@@ -193,7 +194,7 @@ def _forward(args: Namespace, chunk: torch.nn.Module, batch: dict[str, Any]) -> 
     plain matrix; and a critic's own output.
     """
     model, kwargs = unwrap_model(chunk), {}
-    if isinstance(model, GPTModel) and args.loss_type != "value_loss":
+    if isinstance(model, GPTModel) and not is_critic(args):
         kwargs["output_processor"] = head_scores(args.vocab_size, args.overlap_grad_reduce)
     output = chunk(
         input_ids=batch["tokens"],
