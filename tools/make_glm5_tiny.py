@@ -249,6 +249,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--no-weights", action="store_true", help="everything but the weights, to plan a run")
     parser.add_argument("--seed", type=int, default=1234, help="of the weights and the prompts")
     args = parser.parse_args(argv)
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out}: is a file, must be a directory or a new name")
     shape, checkpoint = SHAPES[args.shape], args.out / "hf"
     config = make_config(shape, args.mtp)
     checkpoint.mkdir(parents=True, exist_ok=True)

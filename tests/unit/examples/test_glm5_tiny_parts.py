@@ -48,6 +48,13 @@ def test_checkpoint_is_what_transformers_has(tmp_path, mtp):
     assert sum(".mlp.experts." in name for name in weights) == (5 + mtp) * 8 * 3
 
 
+def test_a_file_in_the_place_of_the_directory_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(SystemExit):
+        make_glm5_tiny.main(["--out", str(tmp_path / "file")])
+    assert "is a file, must be a directory" in capsys.readouterr().err and (tmp_path / "file").read_text() == "kept"
+
+
 def test_config_has_the_keys_and_schedule_of_the_published_one():
     published, tiny = config_of("glm5.2-744B-A40B"), make_glm5_tiny.make_config(make_glm5_tiny.H200, mtp=True)
     assert not published.keys() - tiny.keys() - {"transformers_version"}
